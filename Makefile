@@ -10,6 +10,7 @@ VENV ?= .venv
 PYTHON ?=
 # More arguments for pip (an index, say), for the program behind a target, and for pytest's worker processes.
 PIP_ARGS ?=
+CONSTRAINTS ?= --constraint constraints.txt
 ARGS ?=
 WORKERS ?= 2
 SANITIZER ?= memcheck
@@ -38,19 +39,42 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# on a CPU: what is compared and tested is small
-ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 .PHONY: run
 run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
-	@$(ONE_THREAD) $(PY) -m tfla_tk compare $(ARGS)
+	@$(PY) -m tfla_tk compare $(ARGS)
 
+# on a CPU: what is tested is small
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@echo "all tests: about 12 minutes on two cores without a GPU; make test-quick takes less than two"
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-quick
+test-quick: $(STAMP) ## run one case of each test that needs no GPU and is short: less than two minutes
+	@$(PYTEST) tests/cpu --quick $(ARGS)
+
+# a build of torch for CUDA takes 5 GB
+OLDEST_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1/p' pyproject.toml)
+TORCH_TESTS := tests/cpu/api tests/cpu/reference
+.PHONY: matrix
+matrix: ## run the tests that depend on torch with the oldest supported and the newest release, in build/torch-*
+	@rm -f build/torch-newest/.installed
+	@$(MAKE) test VENV=build/torch-oldest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) torch==$(OLDEST_TORCH).*" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
+	@$(MAKE) test VENV=build/torch-newest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) --upgrade torch" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
 
 .PHONY: kernels
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
 	@$(PY) -m tfla_tk build $(ARGS)
+
+.PHONY: wheel
+wheel: $(STAMP) ## a wheel with the kernels compiled, for this platform, Python and CUDA, into dist (ARGS="--dtype bf16")
+	@rm -rf build/compiled build/lib.*
+	@$(PY) -m tfla_tk build --copy build/compiled $(ARGS)
+	@TFLA_TK_COMPILED=build/compiled $(PY) -m pip wheel --quiet --no-deps $(PIP_ARGS) --wheel-dir dist .
+	@ls -sh dist/*+cu*.whl
 
 MLSTM := --op mlstm_exp,mlstm_sig
 # a named package that serves nothing would end the command
@@ -79,13 +103,13 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables
-tables: $(STAMP) ## write the tables of README.md, docs/results.md and docs/results-h100.md, and the plots, from what is on record
-	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md --more $(H100_RECORD)
+tables: $(STAMP) ## write README.md's figure and the tables of docs/results.md and docs/results-h100.md from what is on record
+	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
 	@$(PY) -m tfla_tk.bench readme $(H100_RECORD) docs/results-h100.md
-	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
-		--dtype bf16
-	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
-		--dtype bf16 --shapes sweep
+
+.PHONY: api
+api: $(STAMP) ## write docs/api.md from the docstrings
+	@$(PY) -m tfla_tk.bench api docs/api.md
 
 .PHONY: lint
 # mypy sees the layout of the installed package: reference/ and bench/ below tfla_tk/
@@ -106,6 +130,10 @@ sass: $(STAMP) ## write cubin, SASS and ptxas log of every kernel to build/sass
 sass-summary: $(STAMP) ## run the compile gate on every kernel and record registers, wgmmas and waits
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --quiet --write-sass-summary $(ARGS) \
 		tests/cpu/kernels
+
+.PHONY: compilers
+compilers: $(STAMP) ## compile every kernel with the oldest and the newest nvcc 13 and by ptxas 12.8: docs/compilers.md
+	@OMP_NUM_THREADS=1 $(PY) tests/compilers.py $(ARGS)
 
 .PHONY: ncu
 ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS choose the shape)
@@ -135,12 +163,14 @@ else
 	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
 	"$$python" -m venv $(VENV) || \
 		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines,xlstm]'
+	@echo "installing tfla_tk, with what its tests take and the packages that it is compared with:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[test,baselines,xlstm]'
 endif
 	@touch $@
 
 ifneq ($(strip $(VENV)),)
 $(DEV_STAMP): $(STAMP)
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@echo "installing ruff, mypy, clang-format and the like:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 endif

@@ -1,8 +1,8 @@
 """Benchmarks beyond `tfla-tk compare`, and the results on record: `python -m tfla_tk.bench <command>`.
 
-`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of README.md and
-docs/results.md; `ablation` times mLSTM's forward without overlap, `step` one token, `model` whole
-models; `train` compares loss curves.
+`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes README.md's figure and the
+tables of docs/results.md, `api` docs/api.md; `ablation` times mLSTM's forward without overlap, `step` one
+token, `model` whole models; `train` compares loss curves.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from pathlib import Path
 
 from tfla_tk.cli import run_command
 
-from . import ablation, compare, model_step, plots, readme, results, step, train
-from .inputs import DTYPES
-from .operators import FUNCTIONS, OPERATORS
-from .shapes import MAIN, PASSES, parse_shapes
+from . import ablation, api, compare, model_step, plots, readme, results, step, train
+from .shapes import parse_shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,38 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("rows", type=Path, nargs="+", help="files that `tfla-tk compare --json` wrote")
     command.add_argument("--folder", type=Path, default=results.FOLDER, help="where the results are kept")
     command.set_defaults(run=_merge)
-    command = commands.add_parser("readme", help="write tables between the markers of files")
+    command = commands.add_parser(
+        "readme", help="write tables between the markers of files, and README.md's figure"
+    )
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
     command.add_argument("files", type=Path, nargs="+", help="with markers: README.md, docs/results.md")
-    command.add_argument("--more", type=Path, help="another results file, for the summary alone")
     command.set_defaults(run=_readme)
-    command = commands.add_parser("plot", help="draw rows of a results file, those on the default inputs")
-    command.add_argument("results", type=Path, help="for example bench/results/h200.json")
-    command.add_argument("plot", type=Path, help="png, svg or pdf")
-    command.add_argument(
-        "--op",
-        type=compare.names(OPERATORS, FUNCTIONS),
-        default=list(OPERATORS),
-        metavar="OP,..",
-        help=f"of {', '.join(OPERATORS)} (default: all)",
-    )
-    command.add_argument(
-        "--pass",
-        dest="passes",
-        type=compare.names(PASSES),
-        default=list(PASSES),
-        metavar="PASS,..",
-        help="of fwd, fwdbwd (default: all)",
-    )
-    command.add_argument("--dtype", choices=list(DTYPES), help="of q, k, v (default: all)")
-    command.add_argument(
-        "--shapes",
-        type=compare.argument(parse_shapes),
-        default=MAIN,
-        metavar="SHAPES",
-        help="as compare takes them (default: main); sweep draws lines over the length",
-    )
-    command.set_defaults(run=_plot)
+    command = commands.add_parser("api", help="write the API page from the docstrings")
+    command.add_argument("page", type=Path, help="docs/api.md")
+    command.set_defaults(run=_api)
     command = commands.add_parser("ablation", help="time mLSTM's forward with and without overlap")
     compare.add_run_arguments(command)
     command.set_defaults(run=ablation.run)
@@ -102,23 +77,15 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _readme(arguments: argparse.Namespace) -> int:
     rows = _existing(arguments.results)
-    more = _existing(arguments.more) if arguments.more else []
     for path in arguments.files:
-        print(f"{path}: {'changed' if readme.update(path, rows, more) else 'up to date'}")
+        print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
+        if readme.has_summary(path) and (chosen := readme.headline(rows)):
+            plots.write_speed_ups(path.parent / readme.FIGURE, chosen)
     return 0
 
 
-def _plot(arguments: argparse.Namespace) -> int:
-    chosen = [
-        row
-        for row in _existing(arguments.results)
-        if row["op"] in arguments.op
-        and row["pass"] in arguments.passes
-        and arguments.dtype in (None, row["dtype"])
-        and results.shape_of(row) in arguments.shapes
-        and results.is_plain(row)
-    ]
-    plots.write_plot(arguments.plot, chosen)
+def _api(arguments: argparse.Namespace) -> int:
+    arguments.page.write_text(api.page(), encoding="utf-8")
     return 0
 
 

@@ -23,6 +23,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tfla_tk.core.checks import counted, shown_name
+
 from . import environment, plots, report, results
 from .ceilings import measure_ceilings
 from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
@@ -310,7 +312,7 @@ def record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
 
 def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
     facts = settings.provenance
-    place = facts["gpu"] if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    place = facts["gpu"] if on_gpu else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     versions = f"torch {facts['torch']}; triton {facts['triton']}"
     conditions = report.conditions_title(settings.layout, settings.forget_bias)
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
@@ -372,7 +374,8 @@ def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> 
         chosen = list(allowed) if text == "all" else [(others or {}).get(name, name) for name in split(text)]
         unknown = [name for name in chosen if name not in allowed]
         if unknown or not chosen:
-            got = ", ".join(unknown) or "nothing"
+            known = [*allowed, *(others or ())]
+            got = ", ".join(shown_name(name, known) for name in unknown) or "nothing"
             raise argparse.ArgumentTypeError(f"expected {', '.join(allowed)} or all, got {got}")
         return list(dict.fromkeys(chosen))
 

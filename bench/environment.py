@@ -14,6 +14,7 @@ import torch
 
 from tfla_tk import build, doctor
 from tfla_tk.backends.tk.device import HOPPER
+from tfla_tk.build import prebuilt
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +31,7 @@ def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "torch": torch.__version__,
         "triton": doctor.version("triton"),
-        "nvcc": _nvcc_version(),
+        "nvcc": _nvcc_version(),  # that has compiled the kernels
         "commit": commit or git_commit(ROOT),
         "date": f"{now:%Y-%m-%dT%H:%M:%SZ}",
     }
@@ -38,6 +39,9 @@ def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any
 
 def _nvcc_version() -> str | None:
     try:
+        brought = prebuilt.index()
+        if brought is not None:
+            return ".".join(map(str, brought.cuda))
         identity = build.find_toolchain().identity
     except build.BuildError:
         return None
@@ -72,7 +76,8 @@ def fetch_thunderkittens() -> None:
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER:
         with contextlib.suppress(build.BuildError):
-            build.find_thunderkittens()
+            if prebuilt.index() is None:
+                build.find_thunderkittens()
 
 
 def missing() -> list[str]:
@@ -90,7 +95,7 @@ def missing() -> list[str]:
     elif torch.cuda.get_device_capability() != HOPPER:
         lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
     for key, what in (("nvcc", "nvcc"), ("thunderkittens", "ThunderKittens")):
-        if "error" in found[key]:
+        if "error" in found[key] and not found["prebuilt"].get("kernels"):
             first = found[key]["error"].splitlines()[0]
             lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
     absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tfla_tk.core.checks import counted
+
 from . import accuracy
 from .gradcheck_cases import OP, Checked, Settings
 from .operators import Operator
@@ -20,7 +22,7 @@ from .runner import OK
 def print_head(
     console: Console, settings: Settings, facts: Mapping[str, Any], chosen: Iterable[Operator]
 ) -> None:
-    place = facts["gpu"] or f"CPU, {torch.get_num_threads()} threads"
+    place = facts["gpu"] or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     console.print(f"{place}; torch {facts['torch']}; triton {facts['triton']}; {settings.dtype}")
     limits: dict[float, list[str]] = {}
     for operator in chosen:

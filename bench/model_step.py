@@ -24,6 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tfla_tk.core.checks import counted
+
 from . import compare, environment, results
 from .model_runs import TRITON, Outcomes, carry_out, failures, limits, past, run_task
 from .model_task import AGREEMENT, BASELINES, FP32_GATES, Task, Training
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
     console = compare.make_console()
-    place = provenance["gpu"] or f"CPU, {torch.get_num_threads()} threads"
+    place = provenance["gpu"] or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     console.print(
         f"{place}; torch {provenance['torch']}; triton {provenance['triton']}; run {provenance['run']}\n"
         f"xLSTMLarge of width {preset.width}, {preset.heads} heads, {preset.vocabulary:,} tokens; "

@@ -1,4 +1,5 @@
-"""Plots: results rows as bars per shape, or as lines over the length where only that differs; loss curves."""
+"""Plots: results rows as bars per shape, or as lines over the length where only that differs; speed-ups; loss
+curves."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import PASS_TITLES, TITLES, conditions_title, name_of
-from .results import Row, conditions_of, pairs, shape_of
+from .report import PASS_TITLES, TITLES, conditions_title, milliseconds, name_of
+from .results import Pair, Row, conditions_of, pairs, shape_of
 from .usage import UsageError
 
 LEAST_SWEEP = 3
@@ -39,6 +40,49 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     _save(figure, path)
 
 
+def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
+    """Draw speed-ups as bars from top to bottom, one group per operator and head dims, a colour per pass.
+
+    Raises:
+        ValueError: there are none, or matplotlib is not installed or cannot write the format.
+    """
+    if not found:
+        raise ValueError("plot: expected at least one speed-up, got none")
+    groups: dict[str, list[Pair]] = {}
+    for pair in found:
+        shape = shape_of(pair.shown)
+        heads = f"{shape.H} heads of {shape.K}/{shape.V}"
+        groups.setdefault(f"{TITLES[pair.shown['op']]}\n{heads}", []).append(pair)
+    passes = list(dict.fromkeys(pair.shown["pass"] for pair in found))
+    figure = _figure(1, (9, 1 + 0.35 * len(found)))
+    axes = figure.subplots()
+    height = 0.8 / len(passes)
+    for number, which in enumerate(passes):
+        for place, group in enumerate(groups.values()):
+            for pair in group:
+                if pair.shown["pass"] == which:
+                    at = place + (number - (len(passes) - 1) / 2) * height
+                    axes.barh(at, pair.speed_up, height, color=f"C{number}")
+                    axes.text(pair.speed_up, at, f" {_told(pair)}", va="center", fontsize="small")
+        axes.barh([0], [0], color=f"C{number}", label=PASS_TITLES[which])
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.6 * max(pair.speed_up or 0.0 for pair in found))
+    axes.set_xlabel("times as fast as the fastest correct baseline")
+    axes.legend(loc="lower right", fontsize="small")
+    _save(figure, path)
+
+
+def _told(pair: Pair) -> str:
+    """A speed-up and what it is made of."""
+    if pair.ours is None or pair.theirs is None:
+        return ""
+    theirs = pair.theirs["backend"].partition(":")[2]
+    times = f"{milliseconds(pair.ours['ms'])} ms, {theirs} {milliseconds(pair.theirs['ms'])} ms"
+    return f"{pair.speed_up:.1f}x ({times})"
+
+
 def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]], first: int) -> None:
     """Draw loss curves over the steps from `first` on into a file; its suffix picks the format.
 
@@ -68,13 +112,13 @@ def check_path(path: Path) -> None:
         raise UsageError(f"--plot: expected a file name with one of {', '.join(sorted(formats))}, got {path}")
 
 
-def _figure(panels: int) -> Any:
+def _figure(panels: int, size: tuple[float, float] | None = None) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
-    figure = Figure(figsize=(11, 4.5 * panels), layout="constrained")
+    figure = Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

@@ -32,15 +32,15 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: doc
 SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # a few lines: README.md
 
 PACKAGES = {rival.operator for rival in RIVALS.values()}  # operators that more than one package computes
-# what the summary shows where it is on record: operator, pass, shape
-SUMMARY = (
-    ("mlstm_exp", "fwd", Shape(8, 8192, 16, 128, 256)),
-    ("mlstm_exp", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("mlstm_exp", "fwd", Shape(8, 8192, 8, 256, 512)),
-    ("simple_gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("delta_rule", "fwdbwd", Shape(8, 8192, 16, 128, 128)),
-    ("gated_delta_rule", "fwdbwd", Shape(8, 8192, 16, 128, 128)),
+FIGURE = "docs/speedups.png"  # what the summary shows, from the file that it stands in
+# what the figure has of one GPU and one commit: operator and shape, forward and both passes
+HEADLINE = (
+    ("mlstm_exp", Shape(8, 8192, 16, 128, 256)),
+    ("mlstm_exp", Shape(8, 8192, 8, 256, 512)),
+    ("simple_gla", Shape(8, 8192, 16, 128, 256)),
+    ("gla", Shape(8, 8192, 16, 128, 256)),
+    ("delta_rule", Shape(8, 8192, 16, 128, 128)),
+    ("gated_delta_rule", Shape(8, 8192, 16, 128, 128)),
 )
 
 
@@ -64,46 +64,56 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
-def render_summary(rows: Sequence[Row], more: Sequence[Row] = ()) -> str:
-    """The README's table: tk in bf16, on the default inputs, against the best baseline of its run.
+def headline(rows: Sequence[Row]) -> list[Pair]:
+    """What the README's figure shows: tk in bf16, on the default inputs, against its run's best baseline.
 
-    Args:
-        more: the results of another GPU, which are shown where there are any.
+    Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order.
     """
-    found: dict[tuple[str, str, Shape], Pair] = {}
-    for record in (rows, more):
-        plain = [row for row in record if row["dtype"] == "bf16" and is_plain(row) and row["op"] != MODEL]
-        for pair in pairs(plain):
-            if pair.speed_up is not None:
-                found[pair.shown["op"], pair.shown["pass"], shape_of(pair.shown)] = pair
-    chosen = [found[entry] for entry in SUMMARY if entry in found]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["dtype"] == "bf16" and is_plain(row) and _place(row) is not None:
+            groups.setdefault((str(row["gpu"]), str(row["commit"])), []).append(row)
+    found = [[pair for pair in pairs(group) if pair.speed_up is not None] for group in groups.values()]
+    most = max(found, key=lambda chosen: (len(chosen), max(_dates(chosen), default="")), default=[])
+    return sorted(most, key=lambda pair: (_place(pair.shown), PASSES.index(pair.shown["pass"])))
+
+
+def _place(row: Row) -> int | None:
+    """Where a row stands in HEADLINE."""
+    entry = (row["op"], None if row["op"] == MODEL else shape_of(row))
+    return HEADLINE.index(entry) if entry in HEADLINE else None
+
+
+def _dates(found: Sequence[Pair]) -> list[str]:
+    return [pair.shown["date"] for pair in found]
+
+
+def render_summary(rows: Sequence[Row]) -> str:
+    """The README's figure, its range in words, and where it comes from."""
+    chosen = headline(rows)
     if not chosen:
         return "No results are on record yet."
-    times = ("tk ms", "baseline ms", "best baseline", "speed-up")
-    header = ("Operator", "pass", "Shape", "GPU", *times, "roofline")
-    lines = []
-    for pair in chosen:
-        row, share = pair.shown, pair.shown["roofline"]
-        gpu = (row["gpu"] or "-").removeprefix("NVIDIA ").partition(" ")[0]
-        named = (TITLES[row["op"]], PASS_TITLES[row["pass"]], problem_title(row), gpu)
-        lines.append([*named, *_times(pair), "-" if share is None else f"{share:.0%}"])
-    return f"{_markdown(header, lines)}\n\nbf16; {_origin(chosen)}"
+    ratios = [pair.speed_up or 0.0 for pair in chosen]
+    between = f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as the fastest correct baseline"
+    row, day = chosen[0].shown, max(_dates(chosen)).partition("T")[0]
+    what = f"bf16, {row['shape']['B']} sequences of {row['shape']['T']:,} tokens"
+    origin = f"{row['gpu']}, commit {row['commit']}, {day}, PyTorch {row['torch']}, nvcc {row['nvcc']}"
+    return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
-def update(path: Path, rows: Sequence[Row], more: Sequence[Row] = ()) -> bool:
+def has_summary(path: Path) -> bool:
+    """Whether a file shows the summary, and so its figure."""
+    return SUMMARY_BEGIN in path.read_text(encoding="utf-8")
+
+
+def update(path: Path, rows: Sequence[Row]) -> bool:
     """Replace what stands between each pair of markers of a file; returns whether the file changed.
-
-    Args:
-        more: the results of another GPU, for the summary alone.
 
     Raises:
         ValueError: no marker is there, or one is repeated, without its other one or before it.
     """
     text = new = path.read_text(encoding="utf-8")
-    regions = (
-        (BEGIN, END, render),
-        (SUMMARY_BEGIN, SUMMARY_END, lambda rows: render_summary(rows, more)),
-    )
+    regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
     if not any(marker in text for *markers, _ in regions for marker in markers):
         raise ValueError(f"{path}: expected {BEGIN} or {SUMMARY_BEGIN}, and its end after it")
     for opening, closing, write in regions:

@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from tfla_tk.core.checks import counted
 from tfla_tk.core.dispatch import split_backend
 
 from . import compare, environment, plots
@@ -300,7 +301,7 @@ def run(args: argparse.Namespace) -> int:
     text = make_text(preset.text_bytes, args.seed)
     entropy = bigram_entropy(text)
     provenance = environment.provenance(device, args.commit)
-    place = provenance["gpu"] or f"CPU, {torch.get_num_threads()} threads"
+    place = provenance["gpu"] or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     environment.fetch_thunderkittens()
     console = compare.make_console()
     console.print(
@@ -342,7 +343,6 @@ def run(args: argparse.Namespace) -> int:
             "band": band._asdict(),
             "trainings": [training.figures() for training in trainings],
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     if args.plot:
         curves = {f"{each.name}, {each.dtype}": each.curve for each in trainings if each.curve}

@@ -16,8 +16,6 @@ class UsageError(ValueError):
 def check_outputs(args: argparse.Namespace) -> None:
     """Whether the files of OUTPUTS that the options name can be written, to be asked before a long run.
 
-    The folders above them are made.
-
     Raises:
         UsageError: one cannot be written.
     """
@@ -28,9 +26,10 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def _check_writable(option: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise UsageError(f"{option}: expected a writable file, got {path} (there is no folder {path.parent})")
     is_there = os.path.lexists(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
         if not is_there:
             path.unlink()

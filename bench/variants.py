@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfla_tk.backends.triton.variants import variants
+from tfla_tk.core.checks import shown_name
 
 from .operators import OPERATORS, Operator
 from .rivals import RIVALS, rivals_of
@@ -99,7 +100,8 @@ def check_named(
     for name in backends or ():
         family, colon, detail = name.partition(":")
         if family not in families or (colon and not detail):
-            raise UsageError(f"--backends: expected {', '.join(families)} or name:variant, got {name!r}")
+            got = shown_name(name, families)
+            raise UsageError(f"--backends: expected {', '.join(families)} or name:variant, got {got}")
         if name in RIVALS and not rivals:
             raise UsageError(f"--backends: expected a backend of the public functions, got {name!r}")
         if any(_has(operator, name) for operator in operators):
@@ -110,7 +112,8 @@ def check_named(
         known = dict.fromkeys(
             call for operator in OPERATORS.values() for call in _variants_of(operator, family, rivals=rivals)
         )
-        raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {name!r}")
+        got = shown_name(name, known)
+        raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {got}")
 
 
 def _has(operator: Operator, name: str) -> bool:

@@ -21,9 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from xlstm.xlstm_large.model import xLSTMLarge, xLSTMLargeConfig
 
 from tfla_tk.integrations.xlstm import replace, which
+
+try:
+    from xlstm.xlstm_large.model import xLSTMLarge, xLSTMLargeConfig
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install '.[xlstm]', with Python 3.11 or newer") from None
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 States = tuple[Tensor, ...]
 Form = Callable[..., tuple[Tensor, States]]
@@ -65,6 +66,27 @@ def segment_sum(x: Tensor) -> Tensor:
     ones = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device)
     sums = torch.where(ones.tril(-1), x[..., :, None], 0.0).cumsum(-2)
     return torch.where(ones.tril(), sums, -torch.inf)
+
+
+def log_decay_gradient(pairs: Tensor, received: Tensor, sent: Tensor, through: Tensor) -> Tensor:
+    """The gradient of every token's log decay in a chunk: the flow of gradient over the boundary before it.
+
+    A sum of what crosses the boundary. All of it has the token's decay as a factor, so the result is as exact
+    however small that is. A difference of what the tokens behind the boundary receive and send is not: it
+    keeps the rounding errors of flows that do not cross.
+
+    Args:
+        pairs: [..., L, L], at [t, j] the flow from token j to token t, of which those with j < t count.
+        received: [..., L] the flow to every token from the state that enters the chunk.
+        sent: [..., L] that from every token to the state that leaves it.
+        through: [...] that from the one state to the other.
+
+    Returns:
+        [..., L].
+    """
+    # place t is the boundary behind token t
+    behind = pairs.tril(-1).cumsum(-1).tril(-1).sum(-2) + sent.cumsum(-1)
+    return pad(behind[..., :-1], (1, 0)) + received.flip(-1).cumsum(-1).flip(-1) + through[..., None]
 
 
 def scan_tokens(step: Form, tokens: Sequence[Tensor], states: States) -> tuple[Tensor, States]:

@@ -18,7 +18,13 @@ gradient of the one that leaves it, and s the scale; stril is the part below the
                 dk_right = e^{b_L - b} (U dS^T) + s (E . do U^T)^T Q + (beta E . M)^T K
 
     dk = dk_left + dk_right         dv = beta dY         dbeta = rowsum(dY . (V - X)) + rowsum(M . KK)
-    dg_t = sum_{u >= t} (q . dq + k . dk_left - k . dk_right)_u + <dS_T, S_T>         T: after the last token
+
+    dg_t is the flow of gradient over the boundary before token t: from S to tokens u >= t, from tokens j < t
+    to tokens u >= t, from tokens j < t to dS, and from S to dS
+                dg_t = sum_{u >= t} from_S_u + sum_{j < t <= u} F_uj + sum_{j < t} to_dS_j + e^{b_L} <S, dS>
+                from_S_u = e^{b_u} (s q_u . (S do_u) - k_u . (S beta dY_u))
+                F_uj     = s (E . do U^T)_uj q_u . k_j + (beta E . M)_uj k_u . k_j
+                to_dS_j  = e^{b_L - b_j} k_j . (dS U_j)
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import States, full_precision, segment_sum
+from .common import States, full_precision, log_decay_gradient, segment_sum
 from .linear import run_backward, split_chunks
 
 
@@ -73,7 +79,7 @@ class DeltaRuleChunkGrads(NamedTuple):
 
     Attributes:
         dwrites: [L, V] dU. dy: [L, V] dY.
-        dq: [L, K] of the scaled q. dk_left, dk_right: [L, K]. dv: [L, V]. dbeta: [L].
+        dq: [L, K] of the scaled q. dk_left, dk_right: [L, K]. dv: [L, V]. dg, dbeta: [L].
         ds: [K, V] gradient of the state that enters the chunk.
     """
 
@@ -83,6 +89,7 @@ class DeltaRuleChunkGrads(NamedTuple):
     dk_left: Tensor
     dk_right: Tensor
     dv: Tensor
+    dg: Tensor
     dbeta: Tensor
     ds: Tensor
 
@@ -132,22 +139,19 @@ def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor
         entering.append(s)
         forwards.append(delta_rule_chunk_forward(q, k, v, g, beta, s))
         s = leaving_state(forwards[-1], k, s)
-    state_term = (ds * s).sum((-1, -2))[..., None]
 
     columns: list[States] = []
     for piece, s_in, forward in zip(reversed(pieces), reversed(entering), reversed(forwards), strict=True):
         q, k, _, _, beta, do = piece
         found = delta_rule_chunk_backward(forward, q, k, beta, s_in, do, ds)
         ds = found.ds
-        inflow = (q * found.dq + k * (found.dk_left - found.dk_right)).sum(-1)
-        columns.insert(0, (found.dq, found.dk_left + found.dk_right, found.dv, inflow, found.dbeta))
+        columns.insert(0, (found.dq, found.dk_left + found.dk_right, found.dv, found.dg, found.dbeta))
 
     # empty pieces in front: there may be no token
-    dq, dk, dv, inflow, dbeta = (
+    dq, dk, dv, dg, dbeta = (
         torch.cat([x[:, :, :0], *column], dim=2)
         for x, column in zip(tokens[:5], zip(*columns, strict=True) if columns else [()] * 5, strict=True)
     )
-    dg = inflow.flip(-1).cumsum(-1).flip(-1) + state_term
     return dq, dk, dv, dg, dbeta, ds
 
 
@@ -197,8 +201,16 @@ def delta_rule_chunk_backward(
     dscores = decay * (do @ writes.mT)
     m = -(dy @ writes.mT).tril(-1)
     dpairs = beta * decay * m
-    dq = through * (do @ s.mT) + dscores @ k
-    dk_left = -through * (dv @ s.mT) + dpairs @ k
-    dk_right = to_end * (writes @ ds.mT) + dscores.mT @ q + dpairs.mT @ k
+    of_reads, of_erasures = through * (do @ s.mT), -through * (dv @ s.mT)
+    of_writes = to_end * (writes @ ds.mT)
+    dq = of_reads + dscores @ k
+    dk_left = of_erasures + dpairs @ k
+    dk_right = of_writes + dscores.mT @ q + dpairs.mT @ k
+    dg = log_decay_gradient(
+        dscores * (q @ k.mT) + dpairs * (k @ k.mT),
+        (q * of_reads + k * of_erasures).sum(-1),
+        (k * of_writes).sum(-1),
+        (through[..., -1:, :] * s * ds).sum((-1, -2)),
+    )
     dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
-    return DeltaRuleChunkGrads(dwrites, dy, dq, dk_left, dk_right, dv, dbeta, ds_in)
+    return DeltaRuleChunkGrads(dwrites, dy, dq, dk_left, dk_right, dv, dg, dbeta, ds_in)

@@ -78,7 +78,8 @@ def delta_log_decay_backward(x: Tensor, A_log: Tensor, dt_bias: Tensor | None, d
     dtype = compute_dtype(x, A_log, dt_bias, dg)
     biased = x.to(dtype) if dt_bias is None else x.to(dtype) + dt_bias.to(dtype)
     rate = torch.exp(A_log.to(dtype))
-    dx = -dg.to(dtype) * rate * torch.sigmoid(biased)
-    d_a = -(dg.to(dtype) * rate * softplus(biased)).sum((0, 1))
+    # the rate times dg alone may overflow
+    dx = -dg.to(dtype) * (rate * torch.sigmoid(biased))
+    d_a = -(dg.to(dtype) * (rate * softplus(biased))).sum((0, 1))
     d_bias = None if dt_bias is None else dx.sum((0, 1)).to(dt_bias.dtype)
     return LogDecayGrads(dx.to(x.dtype), d_a.to(A_log.dtype), d_bias)

@@ -14,6 +14,8 @@ from einops import rearrange
 from torch import Tensor, einsum
 from torch.utils.checkpoint import checkpoint
 
+from tfla_tk.core import transforms
+
 from .common import States, full_precision, scan_chunks, scan_tokens, segment_sum
 from .linear import run_linear
 
@@ -90,7 +92,7 @@ def gla_chunkwise(
 
     Arguments, result and errors as in :func:`gla_recurrent`; ``chunk_size`` is any positive number of tokens
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
-    recomputes chunk by chunk, so that it needs no more. Where torch.func differentiates it keeps them all.
+    recomputes chunk by chunk, so that it needs no more. Under torch.func it keeps them all.
     """
 
     def recomputed(*args: Tensor) -> tuple[Tensor, States]:
@@ -104,7 +106,9 @@ def gla_chunkwise(
 
 
 def _can_recompute() -> bool:
-    """Whether autograd takes the hooks of a checkpoint now; torch.func has none."""
+    """Whether a checkpoint works here: not under torch.func, whose transforms it may lack rules for."""
+    if transforms.are_active() or transforms.is_forward_mode_on():
+        return False
     if torch.compiler.is_compiling():
         return True
     is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)

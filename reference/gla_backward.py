@@ -7,9 +7,10 @@ it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t, and dP = t
     dk_j = e^{b_L - b_j} (v_j dS^T) + s sum_t dP_tj q_t e^{b_t - b_j}
     dv   = P^T do + (e^{b_L - b} k) dS
     dS  <- e^{b_L} dS + s (e^b q)^T do
-    dg_t = sum_{u >= t} (q_u . dq_u - k_u . dk_u) + rowsum_V(S_T . dS_T)
+    dg_t = sum_{u >= t} s e^{b_u} q_u (do_u S^T) + sum_{j < t <= u} s dP_uj q_u k_j e^{b_u - b_j}
+           + sum_{j < t} e^{b_L - b_j} k_j (v_j dS^T) + e^{b_L} rowsum_V(S . dS)
 
-per channel; T is after the last token.
+per channel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, einsum
 
-from .common import States, full_precision, segment_sum
+from .common import States, full_precision, log_decay_gradient, segment_sum
 from .gla import gla_chunk
 from .linear import run_backward, split_chunks
 
@@ -82,34 +83,40 @@ def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor
     for q, k, v, g, _ in pieces:
         entering.append(s)
         _, (s,) = gla_chunk(q, k, v, g, s)
-    state_term = (ds * s).sum(-1)[..., None, :]
 
     columns: list[States] = []
     for (q, k, v, g, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
-        dq, dk, dv, ds = _chunk_backward(q, k, v, g, do, s_in, ds)
-        columns.insert(0, (dq, dk, dv, q * dq - k * dk))
+        *column, ds = _chunk_backward(q, k, v, g, do, s_in, ds)
+        columns.insert(0, tuple(column))
 
     # empty pieces in front: there may be no token
-    dq, dk, dv, inflow = (
+    dq, dk, dv, dg = (
         torch.cat([x[:, :, :0], *column], dim=2)
         for x, column in zip(tokens[:4], zip(*columns, strict=True) if columns else [()] * 4, strict=True)
     )
-    return dq, dk, dv, inflow.flip(2).cumsum(2).flip(2) + state_term, ds
+    return dq, dk, dv, dg, ds
 
 
-def _chunk_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradient of the state that enters, of one chunk with q scaled."""
+def _chunk_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor) -> States:
+    """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
     decay = torch.exp(segment_sum(rearrange(g, "b h l k -> b h k l")))  # [B, H, K, L, L]
     through = torch.exp(g.cumsum(-2))
     to_end = rearrange(decay[..., -1, :], "b h k l -> b h l k")
-    scores = einsum("bhtk,bhktj,bhjk->bhtj", q, decay, k)
+    products = einsum("bhtk,bhktj,bhjk->bhktj", q, decay, k)
     dscores = einsum("bhtv,bhjv->bhtj", do, v)
-    dq = through * einsum("bhtv,bhkv->bhtk", do, s) + einsum("bhtj,bhktj,bhjk->bhtk", dscores, decay, k)
-    dk = to_end * einsum("bhjv,bhkv->bhjk", v, ds) + einsum("bhtj,bhktj,bhtk->bhjk", dscores, decay, q)
-    dv = scores.mT @ do + (to_end * k) @ ds
-    return dq, dk, dv, through[..., -1, :, None] * ds + (through * q).mT @ do
+    of_reads = through * einsum("bhtv,bhkv->bhtk", do, s)
+    of_writes = to_end * einsum("bhjv,bhkv->bhjk", v, ds)
+    dq = of_reads + einsum("bhtj,bhktj,bhjk->bhtk", dscores, decay, k)
+    dk = of_writes + einsum("bhtj,bhktj,bhtk->bhjk", dscores, decay, q)
+    dv = products.sum(2).mT @ do + (to_end * k) @ ds
+    end = through[..., -1, :, None]
+    dg = log_decay_gradient(
+        products * dscores[:, :, None],
+        rearrange(q * of_reads, "b h l k -> b h k l"),
+        rearrange(k * of_writes, "b h l k -> b h k l"),
+        (end * s * ds).sum(-1),
+    )
+    return dq, dk, dv, dg.mT, end * ds + (through * q).mT @ do
 
 
 class GLALevel(NamedTuple):

@@ -43,7 +43,7 @@ def run_linear(
         state_v_first: initial_state and the last state are [N, H, V, K].
 
     Returns:
-        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None).
+        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None), contiguous.
     """
     batch, _, heads, dim_v = v.shape
     dim_qk = q.shape[-1]
@@ -56,10 +56,10 @@ def run_linear(
     tokens = [rearrange(x, "b t h ... -> b h t ...") for x in tokens]
     tokens[0] = tokens[0] * (dim_qk**-0.5 if scale is None else scale)
     o, (last,) = scan_sequences(form, tokens, (state,), cu_seqlens)
-    o = rearrange(o, "b h t v -> b t h v").to(q.dtype)
+    o = rearrange(o, "b h t v -> b t h v").to(q.dtype).contiguous()
     if not output_final_state:
         return o, None
-    return o, last.mT if state_v_first else last
+    return o, (last.mT if state_v_first else last).contiguous()
 
 
 def head_groups(q: Tensor, v: Tensor) -> int:

@@ -10,7 +10,14 @@ With s = K^-1/2, R_t = s e^{b_t + m_in - m_t}, and W, w^end of :class:`~.mlstm_c
     dC_in = (R . Q)^T dnum + e^{b_L + m_in - m_out} dC_out
     dn_in = (R . Q)^T dd   + e^{b_L + m_in - m_out} dn_out
     di_t  = k_t.dk_t                                        (times sigmoid(-i_t) for the sigmoid gate)
-    dlf_t = sum_{u >= t} (q_u.dq_u - k_u.dk_u) + <dC_T, C_T> + <dn_T, n_T>        df_t = dlf_t sigmoid(-f_t)
+    df_t  = sigmoid(-f_t) dlf_t
+
+dlf_t is the flow of gradient over the boundary before token t: from C_in and n_in to tokens u >= t, from
+tokens j < t to tokens u >= t, from tokens j < t to dC_out and dn_out, and from state to state::
+
+    dlf_t = sum_{u >= t} q_u.(R . (dnum C_in^T + dd n_in^T))_u + sum_{j < t <= u} dS_uj q_u.k_j
+          + sum_{j < t} k_j.(w^end . (V dC_out^T + 1 dn_out^T))_j
+          + e^{b_L + m_in - m_out} (<C_in, dC_out> + <n_in, dn_out>)
 
 This is the exact gradient, the stabiliser m being a constant: dm = 0. The sigmoid gate has m = 0; without
 normalisation w = 1 and dd = 0. Where the state is empty (m_t = -inf) W, R and w^end are 0 and w is inf: all
@@ -25,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, einsum
 
-from .common import States, full_precision, promote, split_sequences
+from .common import States, full_precision, log_decay_gradient, promote, split_sequences
 from .mlstm_chunk import MLSTMChunk
 from .mlstm_forward import first_state, scan_mlstm
 
@@ -53,6 +60,7 @@ class MLSTMChunkGrads(NamedTuple):
     dv: Tensor  #: [L, V]
     dc: Tensor  #: [K, V] gradient of the incoming C
     dn: Tensor  #: [K] gradient of the incoming n
+    dlog_f: Tensor  #: [L] gradient of logsigmoid(f)
 
 
 class MLSTMBackward(NamedTuple):
@@ -61,10 +69,8 @@ class MLSTMBackward(NamedTuple):
     grads: MLSTMGrads
     forward: list[MLSTMChunk]  #: per chunk, first to last
     backward: list[MLSTMChunkGrads]  #: per chunk, first to last
-    q_dq: Tensor  #: [B, NH, S] q_t.dq_t
     k_dk: Tensor  #: [B, NH, S] k_t.dk_t
     dlog_f: Tensor  #: [B, NH, S] gradient of logsigmoid(f)
-    state_term: Tensor  #: [N, NH, 1] <dC_T, C_T> + <dn_T, n_T>
 
 
 def mlstm_chunk_backward(
@@ -95,7 +101,8 @@ def mlstm_chunk_backward(
     slope = torch.where(forward.d.abs() > forward.floor, forward.d.sign(), 0.0)
     dd = -(dh * forward.h).sum(-1) / forward.w * slope
     # inside the chunk
-    scores = scale * gates * einsum("bhtk,bhjk->bhtj", q, k)
+    products = einsum("bhtk,bhjk->bhtj", q, k)
+    scores = scale * gates * products
     ds = scale * gates * (einsum("bhtv,bhjv->bhtj", dnum, v) + dd[..., None])
     # through the states
     dq_inter = r * (einsum("bhtv,bhkv->bhtk", dnum, c) + dd[..., None] * n[..., None, :])
@@ -109,6 +116,12 @@ def mlstm_chunk_backward(
         dv=einsum("bhtj,bhtv->bhjv", scores, dnum) + w_end * einsum("bhjk,bhkv->bhjv", k, dc),
         dc=einsum("bhtk,bhtv->bhkv", r * q, dnum) + decay[..., None] * dc,
         dn=einsum("bhtk,bht->bhk", r * q, dd) + decay * dn,
+        dlog_f=log_decay_gradient(
+            ds * products,
+            (q * dq_inter).sum(-1),
+            (k * dk_inter).sum(-1),
+            (decay[..., None] * c * dc).sum((-1, -2)) + (decay * n * dn).sum(-1),
+        ),
     )
 
 
@@ -159,7 +172,7 @@ def mlstm_backward_terms(
         MLSTMGrads(*(g.to(x.dtype) for g, x in zip(grads, (*tokens, c, n), strict=True))),
         [chunk for part in parts for chunk in part.forward],
         [chunk for part in parts for chunk in part.backward],
-        *_joined([(part.q_dq, part.k_dk, part.dlog_f, part.state_term) for part in parts], 3),
+        *_joined([(part.k_dk, part.dlog_f) for part in parts], 2),
     )
 
 
@@ -184,11 +197,9 @@ def _sequence_backward(
     forward = scan_mlstm(
         (q, k, v, i, f), (c, n, m), eps, size, sigmoid_gate=sigmoid_gate, normalize=normalize
     )
-    states = [(c, n), *((out.c, out.n) for out in forward)]
+    states = [(c, n), *((out.c, out.n) for out in forward)]  # before every chunk, and the last
 
     # backward in time
-    c_last, n_last = states.pop()
-    state_term = ((dc * c_last).sum((-1, -2)) + (dn * n_last).sum(-1))[..., None]
     backward: list[MLSTMChunkGrads] = []
     pieces = list(zip(*(x.split(int(size), dim=2) for x in (q, k, v, dh)), strict=True))
     for place, out in reversed(list(enumerate(forward))):
@@ -197,17 +208,15 @@ def _sequence_backward(
         backward.insert(0, back)
         dc, dn = back.dc, back.dn
 
-    # gates; empty pieces in front: there may be no token
+    # empty pieces in front: there may be no token
     dq = torch.cat([q[:, :, :0], *(chunk.dq for chunk in backward)], dim=2)
     dk = torch.cat([k[:, :, :0], *(chunk.dk for chunk in backward)], dim=2)
     dv = torch.cat([v[:, :, :0], *(chunk.dv for chunk in backward)], dim=2)
-    q_dq, k_dk = (q * dq).sum(-1), (k * dk).sum(-1)
-    dlog_f = (q_dq - k_dk).flip(-1).cumsum(-1).flip(-1) + state_term
+    dlog_f = torch.cat([f[:, :, :0], *(chunk.dlog_f for chunk in backward)], dim=2)
+    k_dk = (k * dk).sum(-1)
     di = k_dk * torch.sigmoid(-i) if sigmoid_gate else k_dk
     df = dlog_f * torch.sigmoid(-f)
-    return MLSTMBackward(
-        MLSTMGrads(dq, dk, dv, di, df, dc, dn), forward, backward, q_dq, k_dk, dlog_f, state_term
-    )
+    return MLSTMBackward(MLSTMGrads(dq, dk, dv, di, df, dc, dn), forward, backward, k_dk, dlog_f)
 
 
 def mlstm_backward(

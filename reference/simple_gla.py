@@ -18,6 +18,7 @@ from .common import (
     Form,
     States,
     full_precision,
+    log_decay_gradient,
     scan_chunks,
     scan_tokens,
     segment_sum,
@@ -207,7 +208,8 @@ def simple_gla_backward(
         dk = s (E . do v^T)^T q + e^{b_L - b} (v dS^T)
         dv = s (E . q k^T)^T do + e^{b_L - b} (k dS)
         dS <- e^{b_L} dS + s (e^b q)^T do
-        dg_t = sum_{u >= t} (q_u . dq_u - k_u . dk_u) + <dS_T, S_T>          T: after the last token
+        dg_t = sum_{u >= t} s e^{b_u} q_u . (S do_u) + sum_{j < t <= u} s E_uj (do_u . v_j) (q_u . k_j)
+               + sum_{j < t} e^{b_L - b_j} k_j . (dS v_j) + e^{b_L} <S, dS>
 
     Args:
         do: [B, T, HV, V] gradient of o. dht: gradient of the last state, shaped like it; None is zero.
@@ -232,7 +234,6 @@ def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor
         tokens: q (scaled), k, v, g, do, head-first. state: S before the first token, dS after the last. All
             in the compute dtype.
     """
-    q, k, v, _, _ = tokens
     s, ds = state
     pieces = split_chunks(tokens, size)
     # forward in time: the state that enters every chunk
@@ -240,28 +241,33 @@ def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor
     for q_c, k_c, v_c, g_c, _ in pieces:
         entering.append(s)
         _, (s,) = simple_gla_chunk(q_c, k_c, v_c, g_c, s)
-    state_term = (ds * s).sum((-1, -2))[..., None]
 
     # backward in time
-    grads: list[tuple[Tensor, Tensor, Tensor]] = []
+    columns: list[States] = []
     for (q_c, k_c, v_c, g_c, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
         decay = torch.exp(segment_sum(g_c))
         through = torch.exp(g_c.cumsum(-1))[..., None]
         to_end = decay[..., -1, :, None]
         scores = decay * einsum("bhtk,bhjk->bhtj", q_c, k_c)
-        dscores = decay * einsum("bhtv,bhjv->bhtj", do, v_c)
-        dq = dscores @ k_c + through * einsum("bhtv,bhkv->bhtk", do, s_in)
-        dk = dscores.mT @ q_c + to_end * einsum("bhjv,bhkv->bhjk", v_c, ds)
+        products = einsum("bhtv,bhjv->bhtj", do, v_c)
+        dscores = decay * products
+        of_reads = through * einsum("bhtv,bhkv->bhtk", do, s_in)
+        of_writes = to_end * einsum("bhjv,bhkv->bhjk", v_c, ds)
         dv = scores.mT @ do + to_end * (k_c @ ds)
-        grads.insert(0, (dq, dk, dv))
+        dg = log_decay_gradient(
+            scores * products,
+            (q_c * of_reads).sum(-1),
+            (k_c * of_writes).sum(-1),
+            (through[..., -1:, :] * s_in * ds).sum((-1, -2)),
+        )
+        columns.insert(0, (dscores @ k_c + of_reads, dscores.mT @ q_c + of_writes, dv, dg))
         ds = through[..., -1:, :] * ds + (through * q_c).mT @ do
 
     # empty pieces in front: there may be no token
-    dq, dk, dv = (
-        torch.cat([x[:, :, :0], *(chunk[place] for chunk in grads)], dim=2)
-        for place, x in enumerate((q, k, v))
+    dq, dk, dv, dg = (
+        torch.cat([x[:, :, :0], *column], dim=2)
+        for x, column in zip(tokens[:4], zip(*columns, strict=True) if columns else [()] * 4, strict=True)
     )
-    dg = ((q * dq).sum(-1) - (k * dk).sum(-1)).flip(-1).cumsum(-1).flip(-1) + state_term
     return dq, dk, dv, dg, ds
 
 

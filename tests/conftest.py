@@ -11,9 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tfla_tk.build import BuildError, find_thunderkittens, find_toolchain
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+LONG = ("slow", "compiles", "gpu")  # markers of what --quick leaves out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,10 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile all unchanged kernels, not some of them by turns",
     )
+    parser.addoption(
+        "--quick", action="store_true", help="one case of each test that is short and compiles nothing"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all of tests/gpu, and skip what needs a Hopper GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all of tests/gpu, and skip what needs a Hopper GPU where there is none; --quick takes a few."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -49,6 +54,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not has_hopper():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper (sm_90) GPU"))
+    if config.getoption("--quick"):
+        short = [item for item in items if not any(map(item.get_closest_marker, LONG))]
+        quick = {*{item.nodeid.partition("[")[0]: item for item in reversed(short)}.values()}
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+        items[:] = [item for item in items if item in quick]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """In one line what was skipped, by reasons."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if counts:
+        of_reasons = "; ".join(f"{count:,}: {reason}" for reason, count in counts.most_common())
+        terminalreporter.write_line(f"skipped: {of_reasons}")
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,7 @@ models that call FLA's functions, tfla_tk.reference holds every operator in pure
 
 from __future__ import annotations
 
+from tfla_tk import _first as _first
 from tfla_tk import ops as ops
 from tfla_tk.core.dispatch import which
 from tfla_tk.core.errors import UnsupportedError

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,6 +22,7 @@ import tfla_tk
 from tfla_tk import build, doctor, env
 from tfla_tk.bench import compare, gradcheck
 from tfla_tk.bench.usage import UsageError
+from tfla_tk.build import prebuilt
 from tfla_tk.core.errors import UnsupportedError
 
 
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run the command that the arguments name; what it raises becomes a message and an exit status."""
     arguments = parser.parse_args(argv)
+    if env.OMP_NUM_THREADS.get() is None:
+        # what commands compute on a CPU is small, and on a busy machine threads wait long for one another
+        torch.set_num_threads(1)
     try:
         status: int = arguments.run(arguments)
         return status
@@ -74,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--sass", type=Path, metavar="DIR", help="write cubin, SASS and ptxas log there instead"
     )
+    command.add_argument(
+        "--copy", type=Path, metavar="DIR", help="copy what is compiled there, for a wheel (`make wheel`)"
+    )
     command.set_defaults(run=_build)
 
     command = commands.add_parser("compare", help="time the backends side by side")
@@ -102,7 +110,10 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     jobs = arguments.jobs or env.build_jobs()
     # launchers take the longest
-    artifacts = [build.EXTENSION, *dict.fromkeys(instance.launcher for instance in chosen), *chosen]
+    artifacts: list[build.Artifact] = [build.EXTENSION]
+    artifacts += [*dict.fromkeys(instance.launcher for instance in chosen), *chosen]
+    if arguments.copy is None:
+        artifacts = [artifact for artifact in artifacts if prebuilt.find(artifact) is None]
     console = Console()
     with _progress(console) as progress:
         task = progress.add_task("compiling", total=len(chosen if arguments.sass else artifacts))
@@ -118,9 +129,12 @@ def _build(arguments: argparse.Namespace) -> int:
                     done(1, line)
                     faults += fault
         else:
-            build.ensure(artifacts, jobs, lambda built: done(len(built.artifacts), _built_line(built)))
+            found = build.ensure(artifacts, jobs, lambda built: done(len(built.files), _built_line(built)))
     if faults:
         raise build.BuildError("\n".join(faults))
+    if arguments.copy is not None:
+        files = {artifact: file for built in found for artifact, file in built.files.items()}
+        prebuilt.write(arguments.copy, build.find_toolchain().version, files)
     console.print(f"{len(chosen)} kernels ready", highlight=False)
     return 0
 
@@ -140,7 +154,7 @@ def _progress(console: Console) -> Progress:
 def _built_line(built: build.Built) -> str:
     took = f"{built.seconds:.1f} s" if built.compiled else "cached"
     registers = [str(kernel.registers) for kernel in build.parse_ptxas_log(built.ptxas_log)]
-    names = ", ".join(map(build.name_of, built.artifacts))
+    names = ", ".join(map(build.name_of, built.files))
     return f"{names}: {took}" + (f", registers {', '.join(registers)}" if registers else "")
 
 

@@ -41,7 +41,9 @@ _OPTIONS = (
     "gated",
     "backend",
 )
-_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True)
+_path = CallPath(
+    "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
+)
 _WITHOUT_GATE = {
     "g": None,
     "A_log": None,
@@ -188,7 +190,8 @@ def chunk_gated_delta_rule(
     Returns:
         (o, final_state): o [B, T, HV, V] in q's dtype, under autocast in the autocast region's; final_state
         shaped like initial_state, in fp32 (fp64 for fp64 q, k, v), or None without output_final_state. Empty
-        inputs give an empty o and, for T = 0, a copy of the initial state.
+        inputs give an empty o and, for T = 0, a copy of the initial state. Both are contiguous, whatever the
+        strides of the inputs.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tfla_tk import env
 from tfla_tk.backends.triton.installation import triton_version
+from tfla_tk.build import prebuilt
 from tfla_tk.build.cache import count_modules
 from tfla_tk.build.errors import BuildError
+from tfla_tk.build.instances import shipped_instances
 from tfla_tk.build.locking import cache_root, is_writable
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
@@ -44,6 +46,7 @@ def report() -> dict[str, Any]:
         "libraries": {name: _told(version, name) for name in LIBRARIES},
         "nvcc": _told(_nvcc),
         "thunderkittens": _told(_thunderkittens),
+        "prebuilt": _told(_prebuilt),
         "cache": _told(_cache),
         "environment": {variable.name: variable.get() for variable in env.VARIABLES},
         "operators": {name: _choices(name) for name in sorted(OPERATORS)},
@@ -63,6 +66,7 @@ def render(found: dict[str, Any]) -> str:
     for name, version in found["libraries"].items():
         lines.append(_line(name, _text(version, lambda version: version or "not installed")))
     lines += [_line(name, _text(found[name], _found_text)) for name in ("nvcc", "thunderkittens")]
+    lines.append(_line("kernels", _text(found["prebuilt"], _prebuilt_text)))
     lines.append(_line("cache", _text(found["cache"], _cache_text)))
     lines += [_line(name, value) for name, value in found["environment"].items() if value]
     # those of the same verdicts one below the other, then the verdicts
@@ -101,9 +105,16 @@ def _found_text(entry: dict[str, str]) -> str:
     return f"{entry['path']} ({entry['version']}; found by {entry['found_by']})"
 
 
+def _prebuilt_text(entry: dict[str, Any]) -> str:
+    if not entry["kernels"]:
+        return "none came with the package; each is compiled on its first call"
+    came = f"{entry['kernels']} of {entry['of']} came with the package, compiled by CUDA {entry['cuda']}"
+    return came if entry["kernels"] == entry["of"] else f"{came}; others are compiled on their first call"
+
+
 def _cache_text(entry: dict[str, Any]) -> str:
     state = "writable" if entry["writable"] else "not writable"
-    return f"{entry['path']} ({state}, {entry['modules']} compiled kernels)"
+    return f"{entry['path']} ({state}, {entry['modules']} compiled files)"
 
 
 def _text(value: Any, tell: Callable[[Any], str]) -> str:
@@ -150,6 +161,13 @@ def _nvcc() -> dict[str, str]:
 def _thunderkittens() -> dict[str, str]:
     kittens = find_thunderkittens(clone=False)
     return {"path": str(kittens.root), "version": kittens.identity, "found_by": kittens.origin}
+
+
+def _prebuilt() -> dict[str, Any]:
+    index, shipped = prebuilt.index(), shipped_instances()
+    cuda = None if index is None else ".".join(map(str, index.cuda))
+    found = 0 if index is None else sum(prebuilt.find(instance) is not None for instance in shipped)
+    return {"cuda": cuda, "kernels": found, "of": len(shipped)}
 
 
 def _cache() -> dict[str, Any]:

@@ -41,9 +41,12 @@ NVCC_PREPEND_FLAGS = Variable("NVCC_PREPEND_FLAGS", "read by nvcc itself; part o
 NVCC_APPEND_FLAGS = Variable("NVCC_APPEND_FLAGS", "read by nvcc itself; part of the cache key")
 PTXAS_GATE = Variable(
     "TFLA_TK_PTXAS_GATE",
-    "off: kernels that serialise or spill are built, too, as racecheck needs; part of the cache key",
+    "off: a kernel whose matrix products ptxas serialises is taken, slow as it is; part of the cache key",
 )
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "1: Triton kernels run on the CPU, read by Triton itself")
+OMP_NUM_THREADS = Variable(
+    "OMP_NUM_THREADS", "threads of PyTorch on a CPU, read by PyTorch itself; without it the commands take one"
+)
 
 VARIABLES = (
     NVCC,
@@ -58,6 +61,7 @@ VARIABLES = (
     NVCC_APPEND_FLAGS,
     PTXAS_GATE,
     TRITON_INTERPRET,
+    OMP_NUM_THREADS,
 )
 
 
@@ -81,7 +85,7 @@ def cache_dir() -> Path:
 
 
 def refuses_slow_kernels() -> bool:
-    """Whether a kernel that serialises or spills is an error (TFLA_TK_PTXAS_GATE).
+    """Whether a kernel whose matrix products ptxas serialises is an error (TFLA_TK_PTXAS_GATE).
 
     Raises:
         ValueError: TFLA_TK_PTXAS_GATE is neither on nor off.

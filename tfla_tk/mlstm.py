@@ -33,6 +33,7 @@ _chunkwise = CallPath(
     check_mlstm_chunkwise,
     cast=3,
     strided=True,
+    layout="[B, NH, S, DHQK]",
 )
 
 

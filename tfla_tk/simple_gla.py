@@ -24,6 +24,7 @@ _path = CallPath(
     check_simple_gla,
     cast=3,
     strided=True,
+    layout="[B, T, H, K]",
 )
 
 
@@ -97,7 +98,8 @@ def chunk_simple_gla(
     Returns:
         (o, final_state): o [B, T, HV, V] in q's dtype, under autocast in the autocast region's; final_state
         shaped like initial_state, in fp32 (fp64 for fp64 q, k, v), or None without output_final_state. Empty
-        inputs give an empty o and, for T = 0, a copy of the initial state.
+        inputs give an empty o and, for T = 0, a copy of the initial state. Both are contiguous, whatever the
+        strides of the inputs.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.

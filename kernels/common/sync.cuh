@@ -24,6 +24,20 @@ __device__ inline int fresh_laneid() {
     return lane;
 }
 
+// Whether this lane is the one that acts for its warp, all of whose lanes call this. NOTES: it takes no
+// register, which the lane's number does.
+__device__ inline bool elected() {
+    int so;
+    asm volatile(
+        "{\n"
+        ".reg .pred so;\n"
+        "elect.sync _|so, 0xffffffff;\n"
+        "selp.s32 %0, 1, 0, so;\n"
+        "}\n"
+        : "=r"(so)::"memory");
+    return so != 0;
+}
+
 // This thread's number in the CTA, reread at every call.
 __device__ inline int fresh_thread() {
     int thread;

@@ -237,10 +237,14 @@ __device__ inline void store_panels(uint32_t base, int first_row, const Tile& ti
 }
 
 // Zeros units of 16 bytes, by one warp, one lane of which arrives for all afterwards.
+// NOTES: the lane reread, one unit at a time: what else is kept for it stays live in loops that load tiles,
+// whose warps have few registers.
 __device__ inline void zero_units(uint4* units, int count) {
     constexpr int kLanes = kArrivalsPerWarp == 1 ? 32 : 1;  // racecheck's build: by the arriving lane alone
-    if (kittens::laneid() >= kLanes) return;
-    for (int unit = kittens::laneid(); unit < count; unit += kLanes) units[unit] = {0, 0, 0, 0};
+    const int lane = fresh_laneid();
+    if (lane >= kLanes) return;
+#pragma unroll 1
+    for (int unit = lane; unit < count; unit += kLanes) units[unit] = {0, 0, 0, 0};
 }
 
 // Zeros the rows of a tile from `first_row` on, by one warp.

@@ -11,15 +11,19 @@ inline Cut read_cut(Arguments& x) {
     return {x.pointer<const void>(), x.flag(), x.number(), x.number(), x.number()};
 }
 
-// The constants that Python and the kernels of every family share, and more.
-inline std::vector<std::pair<const char*, std::int64_t>> constants_and(
-    std::vector<std::pair<const char*, std::int64_t>> more) {
-    more.insert(more.end(), {{"CHUNK", kChunk},
-                             {"ADDRESS_BITS", kAddressBits},
-                             {"DTYPES.float32", static_cast<int>(DType::float32)},
-                             {"DTYPES.bfloat16", static_cast<int>(DType::bfloat16)},
-                             {"DTYPES.float16", static_cast<int>(DType::float16)}});
-    return more;
+// The launcher of a family: parts of it, and the constants that Python and the kernels of every family share.
+inline Launcher joined(const std::vector<Launcher>& parts) {
+    Launcher all{{},
+                 {{"CHUNK", kChunk},
+                  {"ADDRESS_BITS", kAddressBits},
+                  {"DTYPES.float32", static_cast<int>(DType::float32)},
+                  {"DTYPES.bfloat16", static_cast<int>(DType::bfloat16)},
+                  {"DTYPES.float16", static_cast<int>(DType::float16)}}};
+    for (const Launcher& part : parts) {
+        all.functions.insert(all.functions.end(), part.functions.begin(), part.functions.end());
+        all.constants.insert(all.constants.end(), part.constants.begin(), part.constants.end());
+    }
+    return all;
 }
 
 }  // namespace tfla_tk

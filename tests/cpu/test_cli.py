@@ -11,31 +11,41 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tfla_tk import build, doctor
 from tfla_tk.bench import compare, gradcheck
-from tfla_tk.build import Built, Instance
+from tfla_tk.build import EXTENSION, Built, Instance, Launcher, prebuilt
 from tfla_tk.build.compiler import CompileResult
+from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.cli import main
 
-SHIPPED = [Instance(f"toy_{name}", "toy/toy.cu", ()) for name in ("a", "b")]
+TOY = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
+
+
+def toy(name: str, dtype: str) -> Instance:
+    return Instance(f"toy_{name}", TOY, "toy/kernel.cuh", (name,), "toy", dtype)
+
+
+SHIPPED = [toy("a", "bf16"), toy("b", "fp16"), toy("c", "")]
 LOG = "ptxas info : Used 168 registers"
 
 
 @pytest.fixture
-def shipped(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
-    """Two shipped instances whose compilation is only noted: the list of those asked for."""
-    asked: list[Instance] = []
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[build.Artifact]:
+    """Three shipped instances whose compilation is only noted: the list of what is asked for."""
+    asked: list[build.Artifact] = []
+    (tmp_path / "compiled").write_text("code")
 
-    def ensure(instances: list[Instance], jobs: int, progress: Callable[[Built], None]) -> list[Built]:
-        asked.extend(instances)
-        built = [Built(instance, Path("module.so"), LOG, True, 1.5) for instance in instances]
+    def ensure(artifacts: list[build.Artifact], jobs: int, progress: Callable[[Built], None]) -> list[Built]:
+        asked.extend(artifacts)
+        built = [Built({artifact: tmp_path / "compiled"}, LOG, True, 1.5) for artifact in artifacts]
         for one in built:
             progress(one)
         return built
 
     monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
-    monkeypatch.setattr(build, "all_instances", lambda: [*SHIPPED, Instance("toy_c", "toy/toy.cu", ())])
+    monkeypatch.setattr(build, "all_instances", lambda: [*SHIPPED, toy("d", "bf16")])
     monkeypatch.setattr(build, "ensure", ensure)
     return asked
 
@@ -46,6 +56,20 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: tfla-tk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 1), ("2", 2)])
+def test_commands_take_one_thread_of_a_cpu_unless_told_otherwise(
+    chosen: str | None, threads: int, shipped: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen or "")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # as PyTorch does at its start where it may
+        assert main(["build", "--list"]) == 0
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -72,44 +96,80 @@ def test_doctor_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["libraries"]["torch"]
 
 
-def test_build_compiles_what_is_shipped(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_compiles_what_is_shipped(
+    shipped: list[build.Artifact], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["build"]) == 0
-    assert shipped == SHIPPED
+    assert shipped == [EXTENSION, TOY, *SHIPPED]
     out = capsys.readouterr().out
     assert "toy_a: 1.5 s, registers 168" in out
-    assert "2 kernels ready" in out
+    assert "3 kernels ready" in out
 
 
-def test_build_takes_the_names_that_match(shipped: list[Instance]) -> None:
-    assert main(["build", "--match", "*_b"]) == 0
-    assert shipped == SHIPPED[1:]
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--match", "*_b"), [SHIPPED[1]]),
+        (("--dtype", "bf16"), [SHIPPED[0], SHIPPED[2]]),  # and what serves all dtypes
+        (("--dtype", "fp16", "--match", "*_[ab]"), [SHIPPED[1]]),
+    ],
+)
+def test_build_takes_what_is_asked_for(
+    options: tuple[str, ...], wanted: list[Instance], shipped: list[build.Artifact]
+) -> None:
+    assert main(["build", *options]) == 0
+    assert shipped == [EXTENSION, TOY, *wanted]
 
 
-def test_build_lists_without_compiling(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_leaves_what_comes_with_the_package(
+    shipped: list[build.Artifact], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prebuilt, "find", lambda x: None if x is SHIPPED[2] else tmp_path / "compiled")
+    assert main(["build"]) == 0
+    assert shipped == [SHIPPED[2]]
+
+
+def test_build_copies_what_a_wheel_takes(
+    shipped: list[build.Artifact], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    toolchain = Toolchain(tmp_path, tmp_path, tmp_path, (13, 1), "nvcc 13.1", "PATH")
+    monkeypatch.setattr(build, "find_toolchain", lambda: toolchain)
+    monkeypatch.setattr(prebuilt, "_key", build.name_of)
+    assert main(["build", "--dtype", "fp16", "--copy", str(tmp_path / "copy")]) == 0
+    told = json.loads((tmp_path / "copy/index.json").read_text())
+    assert told["cuda"] == [13, 1] and set(told["files"]) == {EXTENSION, "toy", "toy_b", "toy_c"}
+    assert {(tmp_path / "copy" / file).read_text() for _, file in told["files"].values()} == {"code"}
+
+
+def test_build_lists_without_compiling(
+    shipped: list[build.Artifact], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["build", "--list"]) == 0
-    assert capsys.readouterr().out.split() == ["toy_a", "toy_b"]
-    assert main(["build", "--list", "--all"]) == 0
     assert capsys.readouterr().out.split() == ["toy_a", "toy_b", "toy_c"]
+    assert main(["build", "--list", "--all"]) == 0
+    assert capsys.readouterr().out.split() == ["toy_a", "toy_b", "toy_c", "toy_d"]
     assert shipped == []
 
 
-def test_a_name_that_matches_nothing(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_matches_nothing(
+    shipped: list[build.Artifact], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["build", "--match", "gla_*"]) == 2
-    assert "no kernel is named 'gla_*'; there are toy_a, toy_b; with --all more" in capsys.readouterr().err
+    assert "no kernel is named 'gla_*'; `tfla-tk build --list` prints the names" in capsys.readouterr().err
 
 
 def compile_at_once(monkeypatch: pytest.MonkeyPatch, ptxas_log: str) -> None:
     """Every kernel compiles, to a listing that tells its name."""
 
-    def compile_cubin(instance: Instance, folder: Path) -> CompileResult:
+    def compile_instance(instance: Instance, folder: Path) -> CompileResult:
         return CompileResult(folder / f"{instance.name}.cubin", ptxas_log, 0.5)
 
-    monkeypatch.setattr(build, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(build, "compile_instance", compile_instance)
     monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
 
 
 def test_build_writes_sass(
-    shipped: list[Instance],
+    shipped: list[build.Artifact],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -118,11 +178,11 @@ def test_build_writes_sass(
     assert main(["build", "--sass", str(tmp_path)]) == 0
     assert (tmp_path / "toy_a.sass").read_text() == "SASS of toy_a.cubin"
     assert (tmp_path / "toy_b.ptxas.log").read_text() == LOG
-    assert "2 kernels ready" in capsys.readouterr().out
+    assert "3 kernels ready" in capsys.readouterr().out
 
 
 def test_build_writes_the_sass_of_a_kernel_that_it_would_refuse(
-    shipped: list[Instance],
+    shipped: list[build.Artifact],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -272,6 +332,7 @@ def test_a_run_that_is_cut_off_leaves_no_empty_file(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compare, "run_contest", interrupt)
     (tmp_path / "earlier.csv").write_text("kept")
+    (tmp_path / "new").mkdir()
     files = ("--json", str(tmp_path / "new" / "rows.json"), "--csv", str(tmp_path / "earlier.csv"))
     assert main(["compare", "--op", "gla", "--shapes", "1x16x1x16x16", *files]) == 130
     assert not list((tmp_path / "new").iterdir())

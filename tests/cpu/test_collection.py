@@ -1,7 +1,10 @@
-"""pytest finds the tests."""
+"""pytest finds the tests, takes a few where it is to be quick, and sums up what it skips."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,3 +20,45 @@ def test_no_directory_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     directories = {name for path in files for name in path.relative_to(TESTS).parent.parts}
     patterns = pytestconfig.getini("norecursedirs")
     assert not [name for name in directories for pattern in patterns if fnmatch(name, pattern)]
+
+
+TWO_TESTS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_few(number):
+    assert number == 0
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+def test_slow_at_first(number):
+    assert number == 1
+
+@pytest.mark.slow
+def test_slow():
+    assert False
+
+@pytest.mark.parametrize("number", range(7))
+def test_nothing(number):
+    pytest.skip("there is no such machine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "counts", "skipped"),
+    [
+        (["--quick"], "2 passed, 1 skipped, 11 deselected", "skipped: 1: there is no such machine"),
+        ([], "5 failed, 2 passed, 7 skipped", "skipped: 7: there is no such machine"),
+    ],
+)
+def test_quick_takes_one_case_of_each_test_and_skips_are_one_line(
+    options: list[str], counts: str, skipped: str, tmp_path: Path
+) -> None:
+    (tmp_path / "test_two.py").write_text(TWO_TESTS)
+    command = [sys.executable, "-m", "pytest", "-c", str(TESTS.parent / "pyproject.toml"), "-p", "conftest"]
+    command += ["-p", "no:cacheprovider", "--color=no", *options, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(TESTS)}, check=False
+    )
+    assert counts in done.stdout, done.stdout
+    lines = done.stdout.splitlines()
+    assert lines.count(skipped) == 1 and "SKIPPED" not in done.stdout

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tfla_tk import doctor, env
+from tfla_tk.build import prebuilt
 from tfla_tk.cli import main
 from tfla_tk.core.dispatch import OPERATORS
 
@@ -124,6 +125,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "nvcc": (doctor, "find_toolchain"),
     "thunderkittens": (doctor, "find_thunderkittens"),
     "cache": (doctor, "cache_root"),
+    "prebuilt": (doctor, "shipped_instances"),
     "which": (doctor, "which"),
 }
 
@@ -183,3 +185,19 @@ def test_a_cache_that_cannot_be_written(
     found = doctor.report()
     assert found["cache"]["writable"] is False
     assert "not writable" in doctor.render(found)
+
+
+def test_kernels_that_come_with_the_package(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = doctor.shipped_instances()
+    assert doctor.report()["prebuilt"] == {"cuda": None, "kernels": 0, "of": len(shipped)}
+    assert "none came with the package; each is compiled on its first call" in doctor.render(doctor.report())
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    (tmp_path / "kernel").write_text("code")
+    for known in (shipped[:1], shipped):
+        prebuilt._read.cache_clear()
+        prebuilt.write(tmp_path, (13, 0), dict.fromkeys(known, tmp_path / "kernel"))
+        came = f"{len(known)} of {len(shipped)} came with the package, compiled by CUDA 13.0"
+        others = "; others are compiled on their first call" * (len(known) == 1)
+        assert f"kernels                     {came}{others}\n" in doctor.render(doctor.report())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk import build
 from tfla_tk.backends.tk.operands import current_stream
 from tfla_tk.core.layout import ADDRESS_BITS
 
@@ -75,7 +76,7 @@ _LEAST_ADDRESS = 2**32  # sizes and strides of these tests are below it
 
 
 def launch(kernel: ModuleType, name: str, *arguments: Any, device: int) -> None:
-    """A function of a backward's module, prepared and launched on the current stream.
+    """A function of a backward's launcher, prepared and launched on the current stream.
 
     Args:
         arguments: of the function up to the device, with addresses in place of prepared ones.
@@ -91,7 +92,7 @@ def launch(kernel: ModuleType, name: str, *arguments: Any, device: int) -> None:
         return len(starts) << ADDRESS_BITS
 
     found = getattr(kernel, name)(*map(prepared, arguments), device)
-    kernel.Launches([found.handle]).run(starts, current_stream(device))
+    build.launches([found])(starts, current_stream(device))
 
 
 def offsets_of(cu_seqlens: Tensor | None, batch: int) -> tuple[int, bool, int]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
+from tfla_tk import batch_invariant, build, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.call import Left, Shape
-from tfla_tk.backends.tk.prepared import Launches, Scratch
+from tfla_tk.backends.tk.prepared import Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
@@ -128,8 +127,8 @@ def test_a_walk_without_a_lead_begins_with_zero(split_every: Split, monkeypatch:
     behind = {name: t[:, SEGMENT_TOKENS:].clone() for name, t in x.items() if name != "initial_state"}
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
-        matrices_and_walk = SimpleNamespace(of=lambda kernel, all_: Launches.of(kernel, [all_[0], all_[-1]]))
-        patch.setattr(launch, "Launches", matrices_and_walk)
+        in_order = build.launches
+        patch.setattr(build, "launches", lambda launches: in_order([launches[0], launches[-1]]))
         found = run(x, function=chunk_gated_delta_rule)
     split_every(0)
     expected = run(behind, function=chunk_gated_delta_rule)

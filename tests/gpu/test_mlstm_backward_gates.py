@@ -32,7 +32,7 @@ NO_STATE: StateGradient = (None, None, None, None)
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return build.load(instances.mlstm_bwd())
+    return build.load(instances.CHUNKWISE[False], *map(instances.mlstm_bwd_gates, (False, True)))
 
 
 class RowSums(NamedTuple):

@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return build.load(instances.mlstm_bwd())
+    return build.load(instances.CHUNKWISE[False], *map(instances.mlstm_bwd_rows, (False, True)))
 
 
 def draw_rows(size: tuple[int, int, int], dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -54,10 +54,9 @@ def run_rows(
         "mlstm_bwd_rows",
         _operand(dh),
         _operand(h),
-        (_pointer(d), _pointer(m)),
+        (_pointer(d), _pointer(m), EPS),
         (log2_w.data_ptr(), e.data_ptr(), e.stride(0)),
         (*h.shape, part_columns),
-        EPS,
         h.dtype == torch.float16,
         device=device,
     )
@@ -99,10 +98,9 @@ def run_factors(
         kernel,
         "mlstm_bwd_factors",
         (dots.data_ptr(), dots.stride(0), slices, part_slices),
-        (_pointer(d), _pointer(m)),
+        (_pointer(d), _pointer(m), EPS),
         (0, wide.data_ptr(), wide.stride(0)),
         rows,
-        EPS,
         device=device,
     )
     assert wide[:, rows:].isnan().all()
@@ -205,27 +203,27 @@ def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
 def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The dots [slices, rows] that every launch of mlstm_bwd_factors reads."""
     found: list[Tensor] = []
-    prepared: dict[int, tuple[tuple[int, ...], int]] = {}  # dots and their number, by the launch
-    prepare, in_order = kernel.mlstm_bwd_factors, kernel.Launches
+    prepared: list[tuple[Any, tuple[int, int, int, int], int]] = []  # a launch, its dots and their number
+    prepare, in_order = kernel.mlstm_bwd_factors, build.launches
 
     def note(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> Any:
-        launch = prepare(dots, rows, factors, count, *others)
-        prepared[launch.handle] = dots, count
-        return launch
+        made = prepare(dots, rows, factors, count, *others)
+        prepared.append((made, dots, count))
+        return made
 
-    def one_by_one(handles: list[int]) -> SimpleNamespace:
+    def one_by_one(launches: list[Any]) -> Callable[[list[int], int], None]:
         def run(starts: list[int], stream: int) -> None:
-            for handle in handles:
-                if handle in prepared:
-                    (pointer, stride, slices, _), count = prepared[handle]
-                    start = starts[(pointer >> ADDRESS_BITS) - 1]
-                    found.append(floats_at(start + pointer % (1 << ADDRESS_BITS), (slices, count), stride))
-                in_order([handle]).run(starts, stream)
+            for one in launches:
+                for made, (pointer, stride, slices, _), count in prepared:
+                    if made is one:
+                        start = starts[(pointer >> ADDRESS_BITS) - 1] + pointer % (1 << ADDRESS_BITS)
+                        found.append(floats_at(start, (slices, count), stride))
+                in_order([one])(starts, stream)
 
-        return SimpleNamespace(run=run)
+        return run
 
     monkeypatch.setattr(kernel, "mlstm_bwd_factors", note)
-    monkeypatch.setattr(kernel, "Launches", one_by_one)
+    monkeypatch.setattr(build, "launches", one_by_one)
     return found
 
 
@@ -257,7 +255,7 @@ def test_the_walk_for_dv_leaves_the_dots(
     h = exponential(x)
     with uninitialised_memory_is_nan():
         torch.autograd.grad(h, x["v"], dh)
-    width = int(dict(instances.mlstm_pass("dv", *dims).defines)["TFLA_SLICE"])
+    _, width = instances.walk_tile("dv", *dims)
     slices = zip(dh.split(width, dim=-1), h.detach().split(width, dim=-1), strict=True)
     expected = torch.stack([sum_products(*of_slice).flatten() for of_slice in slices])
     (found,) = dots_read

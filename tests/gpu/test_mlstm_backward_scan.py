@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return build.load(instances.mlstm_bwd())
+    return build.load(instances.CHUNKWISE[False], *map(instances.mlstm_bwd_gates, (False, True)))
 
 
 def draw(
@@ -113,13 +113,12 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
         "mlstm_bwd_scan",
         _gate(x.i),
         _gate(x.f),
-        (_pointer(x.d), _pointer(x.m)),
+        (_pointer(x.d), _pointer(x.m), EPS),
         _pointer(chunk_m),
         gates.data_ptr(),
         tickets.data_ptr(),
         offsets_of(x.cu_seqlens, batch),
         (batch, heads, seq),
-        EPS,
         SCALE,
         x.chunk_m is None,
         device=device,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tfla_tk import UnsupportedError, env, which
-from tfla_tk.build import BuildError, builder, find_thunderkittens
+from tfla_tk.build import CaptureError, builder, find_thunderkittens
 from tfla_tk.build.instances import MLSTM_TILES
 
 Make = Callable[..., dict[str, Tensor]]
@@ -76,14 +76,18 @@ def test_nothing_is_compiled_during_capture(
     # from here on as in a process that has not compiled yet
     monkeypatch.setenv("THUNDERKITTENS_ROOT", str(find_thunderkittens(clone=False).root))
     monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
-    monkeypatch.setattr(builder, "_loaded", {})
+    for kept in ("_launchers", "_attached", "_files"):
+        monkeypatch.setattr(builder, kept, {})
     torch.cuda.synchronize()
     with (
-        pytest.raises(BuildError, match="while a CUDA graph is being captured"),
+        pytest.raises(CaptureError, match="while a CUDA graph is being captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         torch.zeros(1, device="cuda")
         exponential(x)
+    # nothing of it is kept
+    monkeypatch.undo()
+    assert exponential(x).isfinite().all()
 
 
 def test_current_stream_and_no_wait(operator: Any, make_inputs: Make) -> None:

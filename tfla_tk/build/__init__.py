@@ -1,8 +1,8 @@
 """The one build path of the kernels: ahead of time (``tfla-tk build``) and on a kernel's first call.
 
 ``load(launcher, *instances)`` gives the functions of a launcher and compiles what the cache lacks;
-``load_all`` does so for several at once; ``ensure(artifacts)`` compiles many in parallel; ``compile_instance`` and
-``disassemble`` serve the tests and ``make sass``.
+``ensure(artifacts)`` compiles many in parallel; ``compile_instance`` and ``disassemble`` serve the tests and
+``make sass``.
 """
 
 from tfla_tk.build.builder import (
@@ -13,7 +13,6 @@ from tfla_tk.build.builder import (
     is_cached,
     launches,
     load,
-    load_all,
 )
 from tfla_tk.build.cache import Artifact, check_cache, name_of
 from tfla_tk.build.compiler import EXTENSION
@@ -50,7 +49,6 @@ __all__ = [
     "is_cached",
     "launches",
     "load",
-    "load_all",
     "name_of",
     "parse_ptxas_log",
     "shipped_instances",

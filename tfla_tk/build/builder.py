@@ -33,32 +33,34 @@ from tfla_tk.build.compiler import (
 )
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.exports import check_exports
-from tfla_tk.build.gate import check_serialised, ptxas_faults
+from tfla_tk.build.gate import SerialisedError, check_serialised, ptxas_faults
 from tfla_tk.build.instances import Instance, Launcher
 from tfla_tk.build.progress import Progress
 from tfla_tk.build.thunderkittens import ThunderKittens, find_thunderkittens
 from tfla_tk.build.toolchain import Toolchain, find_toolchain
 
 _log = logging.getLogger("tfla_tk.build")
-_MOST_OF_A_BUNDLE = 8  # kernels
+_MOST_OF_A_BUNDLE = 16  # kernels
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
+_loaded_files: set[tuple[Launcher, int, int, int]] = set()  # by device, inode and time
 _files: dict[Artifact, Path] = {}  # that this process has found or compiled
 _load_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Built:
-    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the extension.
+    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the
+    extension.
 
     Attributes:
-        artifacts: What was asked for.
+        files: What was asked for, and the file of each.
         ptxas_log: Registers and memory per kernel: ``parse_ptxas_log`` reads it.
         compiled: False where the cache held all of it already.
         seconds: Time spent on it.
     """
 
-    artifacts: tuple[Artifact, ...]
+    files: dict[Artifact, Path]
     ptxas_log: str
     compiled: bool
     seconds: float
@@ -73,59 +75,47 @@ def cache_key(artifact: Artifact) -> str:
     return cache.cache_key(artifact, find_toolchain(), find_thunderkittens())
 
 
-def is_cached(instance: Instance) -> bool:
-    """Whether the machine code of an instance is there; nothing is compiled or fetched.
+def is_cached(artifact: Artifact) -> bool:
+    """Whether an artifact is there; nothing is compiled or fetched.
 
     Raises:
         BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
     """
-    if instance in _files or prebuilt.find(instance) is not None:
+    if artifact in _files or prebuilt.find(artifact) is not None:
         return True
-    key = cache.cache_key(instance, find_toolchain(), find_thunderkittens(clone=False))
-    return cache.find_entry(instance, key) is not None
+    key = cache.cache_key(artifact, find_toolchain(), find_thunderkittens(clone=False))
+    return cache.find_entry(artifact, key) is not None
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
-    """The functions and constants of a launcher, once it can launch these instances; compiled now where the cache
-    lacks them, side by side.
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where the
+    cache lacks them, side by side.
 
     The first call of a process checks the cache; later ones return the same module.
 
     Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel that the
-            user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel
+            that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
         CaptureError: A CUDA graph is being captured and something would have to be compiled.
     """
-    if not _attached.get(launcher, frozenset()).issuperset(instances) or launcher not in _launchers:
-        load_all([(launcher, instance) for instance in instances] or [(launcher, None)])
-    return _launchers[launcher]
-
-
-def load_all(uses: Iterable[tuple[Launcher, Instance | None]]) -> None:
-    """`load` of several launchers and instances at once, all compiled side by side.
-
-    Raises:
-        BuildError, CaptureError: as `load`.
-    """
+    module = _launchers.get(launcher)
+    if module is not None and _attached[launcher].issuperset(instances):
+        return module
     with _load_lock:
-        missing = [
-            (launcher, instance)
-            for launcher, instance in uses
-            if launcher not in _launchers or (instance and instance not in _attached.get(launcher, ()))
-        ]
-        if not missing:
-            return
-        wanted: dict[Artifact, None] = dict.fromkeys([EXTENSION])
-        for launcher, instance in missing:
-            wanted |= dict.fromkeys(x for x in (instance, launcher) if x is not None)
-        _build_for_a_call([artifact for artifact in wanted if artifact not in _files])
-        extension = _extension()
-        for launcher, instance in missing:
+        artifacts: list[Artifact] = [EXTENSION, launcher, *instances]
+        try:
+            _build_for_a_call([artifact for artifact in artifacts if artifact not in _files])
             if launcher not in _launchers:
-                _launchers[launcher] = _opened(extension, launcher)
-            if instance is not None and instance not in _attached.get(launcher, ()):
-                _launchers[launcher].load_kernels(str(_files[instance]))
-                _attached[launcher] = _attached.get(launcher, frozenset()) | {instance}
+                _attached[launcher] = frozenset()
+                _launchers[launcher] = _opened(_extension(), launcher)
+            for instance in instances:
+                if instance not in _attached[launcher]:
+                    _load_kernels(launcher, _files[instance])
+            _attached[launcher] |= frozenset(instances)
+        except BuildError:
+            _files.clear()  # another try looks for them again: the cache may have been emptied
+            raise
+        return _launchers[launcher]
 
 
 def ensure(
@@ -133,8 +123,8 @@ def ensure(
     jobs: int | None = None,
     progress: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype together, a few
-    at a time, which takes less time than each by itself.
+    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype
+    together, a few at a time, which takes less time than each by itself.
 
     Args:
         artifacts: What to compile.
@@ -175,20 +165,21 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
 
 
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
-    """What runs prepared launches one after the other, from where the tensors of a call begin and the stream."""
+    """What runs prepared launches one after the other, from where the tensors of a call begin and the
+    stream."""
     run: Callable[[list[int], int], None] = _extension().Launches(prepared).run
     return run
 
 
 def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
-    """What is compiled together: instances with the same launcher, header and dtype, up to so many kernels."""
+    """What is compiled together: instances with the same launcher and dtype, up to so many kernels."""
     alone: list[list[Artifact]] = []
     together: dict[Any, list[Artifact]] = {}
     for artifact in artifacts:
         if not isinstance(artifact, Instance):
             alone.append([artifact])
             continue
-        key = artifact.launcher, artifact.header, artifact.dtype
+        key = artifact.launcher, artifact.dtype
         bundle = together.setdefault(key, [])
         kernels = sum(len(x.kernels) for x in bundle if isinstance(x, Instance))
         if kernels + len(artifact.kernels) > _MOST_OF_A_BUNDLE:
@@ -200,17 +191,18 @@ def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
 
 def _in_parallel(bundles: list[list[Artifact]], jobs: int) -> Iterable[Built | BuildError]:
     """Brings bundles into the cache; each result as it is done."""
+    if not bundles:
+        return
+    capturing = _capturing()  # asked here: the threads of the pool have streams of their own
+    toolchain, kittens = find_toolchain(), find_thunderkittens(clone=not capturing)
     slots = Slots(jobs)
-    with ThreadPoolExecutor(max_workers=max(len(bundles), 1)) as pool:
-        running = [pool.submit(_timed_build, bundle, slots) for bundle in bundles]
+    with ThreadPoolExecutor(max_workers=len(bundles)) as pool:
+        running = [pool.submit(_results, bundle, toolchain, kittens, slots, capturing) for bundle in bundles]
         try:
             for future in as_completed(running):
-                try:
-                    yield future.result()
-                except BuildError as error:
-                    yield error
+                yield from future.result()
         except BaseException:  # also an interrupt: what has not begun does not begin
-            pool.shutdown(wait=False, cancel_futures=True)
+            slots.close()
             raise
 
 
@@ -231,21 +223,24 @@ def _build_for_a_call(artifacts: list[Artifact]) -> None:
             progress.advance()
 
 
-def _timed_build(bundle: list[Artifact], slots: Slots) -> Built:
+def _results(bundle: list[Artifact], *machine: Any) -> list[Built | BuildError]:
+    """What comes of a bundle; of one with a kernel that is refused, what comes of each by itself."""
+    try:
+        return [_timed_build(bundle, *machine)]
+    except SerialisedError as error:
+        alone = [] if len(bundle) == 1 else [_results([artifact], *machine) for artifact in bundle]
+        return [result for results in alone for result in results] or [error]
+    except BuildError as error:
+        return [error]
+
+
+def _timed_build(
+    bundle: list[Artifact], toolchain: Toolchain, kittens: ThunderKittens, slots: Slots, capturing: bool
+) -> Built:
     started = time.monotonic()
-    entries = _build(bundle, slots)
-    _files.update({artifact: entry.file for artifact, entry in entries.items()})
-    log = next(iter(entries.values())).ptxas_log
-    compiled = any(entry.built for entry in entries.values())
-    return Built(tuple(bundle), log, compiled, time.monotonic() - started)
-
-
-def _build(bundle: list[Artifact], slots: Slots) -> dict[Artifact, cache.Entry]:
-    toolchain = find_toolchain()
-    kittens = find_thunderkittens(clone=not _capturing())
 
     def compile_into(missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
-        if _capturing():
+        if capturing:
             raise CaptureError(
                 f"{name_of(missing[0])} would have to be compiled while a CUDA graph is being captured",
                 "call the operator once before the capture, or run `tfla-tk build`",
@@ -253,7 +248,11 @@ def _build(bundle: list[Artifact], slots: Slots) -> dict[Artifact, cache.Entry]:
         return _compiled(missing, toolchain, kittens, scratch, slots)
 
     keys = {artifact: cache.cache_key(artifact, toolchain, kittens) for artifact in bundle}
-    return cache.find_or_build(keys, compile_into)
+    entries = cache.find_or_build(keys, compile_into)
+    files = {artifact: entries[artifact].file for artifact in bundle}
+    _files.update(files)
+    compiled = any(entry.built for entry in entries.values())
+    return Built(files, entries[bundle[0]].ptxas_log, compiled, time.monotonic() - started)
 
 
 def _compiled(
@@ -282,6 +281,18 @@ def _compiled(
 def _capturing() -> bool:
     """Whether the current stream is being captured; never initialises CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _load_kernels(launcher: Launcher, cubin: Path) -> None:
+    """Once for all instances that are compiled to one file."""
+    try:
+        state = cubin.stat()
+        file = launcher, state.st_dev, state.st_ino, state.st_mtime_ns
+        if file not in _loaded_files:
+            _launchers[launcher].load_kernels(os.fspath(cubin))
+            _loaded_files.add(file)
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"{cubin} was built but does not load: {error}") from error
 
 
 @functools.cache

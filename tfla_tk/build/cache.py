@@ -1,6 +1,7 @@
 """The cache of what is compiled: keys, verified entries, lock, atomic publication.
 
-An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the extension of Python (`EXTENSION`).
+An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the extension of Python
+(`EXTENSION`).
 """
 
 from __future__ import annotations
@@ -109,17 +110,18 @@ def count_modules() -> int:
 def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens) -> str:
     """The key of an artifact: 32 hexadecimal digits.
 
-    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with ThunderKittens,
-    with the flags (nvcc's own environment variables too) and whether serialised kernels are taken, with the compilers
-    and, of the extension alone, with pybind11 and with Python's ABI.
+    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
+    ThunderKittens, with the flags (nvcc's own environment variables too) and whether serialised kernels are
+    taken, with the compilers and, of the extension alone, with pybind11 and with Python's ABI.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
     """
-    nvcc_flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
-    return _digest_of(
-        [source_key(artifact, kittens.identity), nvcc_flags, env.refuses_slow_kernels(), toolchain.identity]
-    )
+    flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
+    of_machine = [flags, env.refuses_slow_kernels(), toolchain.identity]
+    if isinstance(artifact, str):
+        of_machine.append(pybind11.__version__)
+    return _digest_of([source_key(artifact, kittens.identity), *of_machine])
 
 
 def source_key(artifact: Artifact, kittens: str) -> str:
@@ -138,7 +140,7 @@ def source_key(artifact: Artifact, kittens: str) -> str:
         files = artifact.source, artifact.bindings, LOADER_SOURCE
         flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
-    python = pybind11.__version__, sysconfig.get_config_var("SOABI")
+    python = sysconfig.get_config_var("SOABI")
     return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS, python])
 
 
@@ -165,13 +167,13 @@ def find_entry(artifact: Artifact, key: str) -> Entry | None:
 def find_or_build(
     wanted: dict[Artifact, str], compile_into: Callable[[list[Artifact], Path], tuple[Path, str]]
 ) -> dict[Artifact, Entry]:
-    """The entries of artifacts by their keys; those that there are none of are compiled together, to one file, under a
-    lock that other processes wait on.
+    """The entries of artifacts by their keys; those that there are none of are compiled together, to one
+    file, under a lock that other processes wait on.
 
     Args:
         wanted: What to find, with its key.
-        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path and the
-            ptxas log.
+        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path
+            and the ptxas log.
 
     Raises:
         BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
@@ -206,6 +208,9 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
     with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
+        standing = find_entry(artifact, key)
+        if standing is not None:  # by a compilation together with others; it may be in use
+            return standing
         try:
             os.link(file, scratch / file.name)
         except OSError:  # a file system without links
@@ -218,8 +223,7 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
             "files": {name: _fingerprint(scratch / name) for name in (file.name, PTXAS_LOG)},
         }
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        # what stands there is broken: find_entry refused it under the lock
-        if folder.exists():
+        if folder.exists():  # and is broken
             shutil.rmtree(folder)
         scratch.rename(folder)
     return Entry(folder / file.name, log, built=True)
@@ -245,37 +249,44 @@ def _source_digests(files: Iterable[str]) -> list[tuple[str, str]]:
         if name in found:
             continue
         state = path.stat() if path.exists() else None
-        found[name], included = _scanned(path, root, state and (state.st_mtime_ns, state.st_size))
-        pending += included
+        found[name], includes = _scanned(path, state and (state.st_mtime_ns, state.st_size))
+        for include in includes:
+            pending += _found(include, path.parent, root)
     return sorted(found.items())
 
 
+# what an include has between quotes, and between brackets
+Include: TypeAlias = tuple[bytes, bytes]
+
+
 @functools.lru_cache(maxsize=1024)
-def _scanned(path: Path, root: Path, state: tuple[int, int] | None) -> tuple[str, list[Path]]:
-    """The digest of a file in this state, and the files of ``kernels/`` that it includes."""
-    content = sources.read(path)
-    return hashlib.sha256(content).hexdigest(), _included(path, content, root)
+def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Include]]:
+    """The digest of a file in this state, and its includes.
 
-
-def _included(path: Path, content: bytes, root: Path) -> list[Path]:
-    """The files below ``kernels/`` that a file includes, found as nvcc finds them.
-
-    A condition around an include does not count, nor does a comment. What is not found there belongs to
-    ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by their versions.
+    A condition around an include does not count, nor does a comment.
     """
-    found = []
+    content = sources.read(path)
+    includes = []
     for line in _INCLUDE.findall(content):
         match = _INCLUDED.match(line)
         if match is None:
             text = line.decode(errors="replace").strip()
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
         quoted, bracketed = match.groups()
-        name = (quoted or bracketed).decode()
-        places = ([path.parent] if quoted else []) + [root]
-        for place in places:
-            # not `resolve`: kernels/ may be a link, or hold some
-            included = Path(os.path.normpath(place / name))
-            if included.is_relative_to(root) and os.path.isfile(included):
-                found.append(included)
-                break
-    return found
+        includes.append((quoted, bracketed))
+    return hashlib.sha256(content).hexdigest(), includes
+
+
+def _found(include: Include, folder: Path, root: Path) -> list[Path]:
+    """The file of ``kernels/`` that an include in a file of this folder is of, found as nvcc finds it.
+
+    What is not found there belongs to ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by
+    their versions.
+    """
+    quoted, bracketed = include
+    for place in ([folder] if quoted else []) + [root]:
+        # not `resolve`: kernels/ may be a link, or hold some
+        path = Path(os.path.normpath(place / (quoted or bracketed).decode()))
+        if path.is_relative_to(root) and os.path.isfile(path):
+            return [path]
+    return []

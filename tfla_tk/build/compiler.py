@@ -1,4 +1,5 @@
-"""The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all share."""
+"""The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all
+share."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _POSITION = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"
 DEVICE_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O3", "--use_fast_math", "-Xptxas=-v,--warn-on-spills")
 LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O1", "-DTFLA_LAUNCHER", _POSITION)
 HOST_FLAGS = (*_LANGUAGE, "-O1", _POSITION)
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic")
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic,-s")
 
 
 @dataclass(frozen=True)
@@ -54,28 +55,38 @@ class Slots:
 
     def __init__(self, jobs: int) -> None:
         self._semaphore = threading.BoundedSemaphore(jobs)
+        self._closed = False
+
+    def close(self) -> None:
+        """Begin no further process."""
+        self._closed = True
 
     def run(self, command: Sequence[str], what: str) -> str:
         """Run one compiler command and return its output.
 
         Raises:
-            BuildError: It fails; the message ends with the last lines of its output.
+            BuildError: It fails; the message ends with the last lines of its output. Or none may begin.
         """
         with self._semaphore:
+            if self._closed:
+                raise BuildError(f"{what}: the build has ended before")
             return _run(command, what)
 
 
 def source_of(instances: Sequence[Instance]) -> str:
-    """The text that instances are compiled from: their headers, and what has the compiler emit their kernels."""
+    """The text that instances are compiled from: their headers, and what has the compiler emit their
+    kernels."""
     headers = "".join(f'#include "{header}"\n' for header in dict.fromkeys(x.header for x in instances))
     lines = []
     for n, instance in enumerate(instances):
         kernels = "".join(f"\n    &{kernel}," for kernel in instance.kernels).rstrip(",")
-        lines.append(
-            f"namespace tfla_tk::{instance.namespace} {{\ntemplate <auto... kKernels> struct Emitted{n} {{}};\n"
-            f"template struct Emitted{n}<{kernels}>;\n}}\n"
-        )
-    return headers + "".join(lines)
+        lines += [
+            f"namespace tfla_tk::{instance.namespace} {{",
+            f"template <auto... kKernels> struct Emitted{n} {{}};",
+            f"template struct Emitted{n}<{kernels}>;",
+            "}\n",
+        ]
+    return headers + "\n".join(lines)
 
 
 def compile_cubin(

@@ -14,7 +14,7 @@ _TIMEOUT_S = 300
 
 
 def find_tool(name: str) -> Path | None:
-    """A CUDA binary utility (nvdisasm, cuobjdump) beside nvcc, from pip or on PATH; None without one."""
+    """A CUDA binary utility (nvdisasm) beside nvcc, from pip or on PATH; None without one."""
     places = [root / "bin" for root in pip_toolkits()]
     with contextlib.suppress(BuildError):
         places.insert(0, find_toolchain().nvcc.parent)
@@ -38,22 +38,3 @@ def disassemble(cubin: Path) -> str:
     if done.returncode:
         raise BuildError(f"{tool} refuses {cubin}: {done.stderr.strip()}")
     return done.stdout
-
-
-def cubin_of_module(module: Path, folder: Path) -> Path:
-    """The cubin that a compiled module holds, written to a folder.
-
-    Raises:
-        BuildError: There is no cuobjdump, or it finds no cubin of this GPU, or several.
-    """
-    tool = find_tool("cuobjdump")
-    if tool is None:
-        raise BuildError("no cuobjdump", "pip install nvidia-cuda-cuobjdump")
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [str(tool), "-xelf", "all", str(module.absolute())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=folder)
-    # that of the CUDA runtime is for another GPU
-    found = list(folder.glob("*.sm_90a.cubin"))
-    if done.returncode or len(found) != 1:
-        raise BuildError(f"{tool} finds {len(found)} cubins in {module}: {done.stderr.strip()}")
-    return found[0]

@@ -76,19 +76,25 @@ def check_ptxas_log(log: str, name: str = "kernel") -> None:
         )
 
 
+class SerialisedError(BuildError):
+    """The compiler serialises a kernel's wgmma instructions."""
+
+
 def check_serialised(log: str, name: str, toolkit: str) -> None:
-    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times slower.
+    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times
+    slower.
 
     Args:
         toolkit: The compiler, for the message.
 
     Raises:
-        BuildError: Quotes the lines; the remedy names a compiler that does not, and how to take the kernel as it is.
+        SerialisedError: Quotes the lines; the remedy names a compiler that does not, and how to take the
+            kernel as it is.
     """
     found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
     if found:
-        raise BuildError(
+        raise SerialisedError(
             f"{name}: {toolkit} serialises its matrix products\n  " + "\n  ".join(found),
-            f"name an nvcc of CUDA 13.0 in {env.NVCC.name}, or set {env.PTXAS_GATE.name}=off to take the kernel, "
-            "slow as it is",
+            f"name an nvcc of CUDA 13.0 in {env.NVCC.name}, or set {env.PTXAS_GATE.name}=off to take the "
+            "kernel, slow as it is",
         )

@@ -1,7 +1,7 @@
 """What is compiled: launchers, the host halves of kernels, and instances, kernels in machine code.
 
-A launcher has the launches of its kernels for all head dims and dtypes. An instance is one cubin: the few kernels
-that a call launches together, for one tile and one dtype.
+A launcher has the launches of its kernels for all head dims and dtypes. An instance is one cubin: the few
+kernels that a call launches together, for one tile and one dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Instance:
         header: The file that defines them, below ``kernels/``.
         kernels: Their names in C++, within the namespace.
         namespace: Of the kernels, below ``tfla_tk``.
-        dtype: "bf16" or "fp16" of their operands; "" where they serve all.
+        dtype: "bf16" or "fp16" of their operands, of decoding those of the state; "" where they serve all.
     """
 
     name: str
@@ -72,52 +72,32 @@ class Instance:
     dtype: str = ""
 
 
-def _scalar_gate(name: str, source: str, bindings: str, *exports: str) -> dict[bool, Launcher]:
-    """mLSTM's launcher, and that for a scalar decay in the place of its gates, without a normaliser."""
-    place, exports = "scalar_gate", ("CHUNK", "DTYPES", "ADDRESS_BITS", "ANCHOR_CHUNKS", *exports)
-    files = f"{place}/{source}", f"{place}/bindings/{bindings}"
-    return {
-        False: Launcher(f"mlstm_{name}", *files, exports=exports),
-        True: Launcher(f"decay_{name}", *files, _SCALAR_DECAY, exports),
-    }
-
-
-# by whether there is a scalar decay in the place of mLSTM's gates
-FORWARD = _scalar_gate("fwd", "forward/forward.cu", "forward.cpp")
-AROUND_WALKS = _scalar_gate("bwd", "backward/around_walks.cu", "backward.cpp")
-WALKS = _scalar_gate("walks", "backward/walk/walk.cu", "walk.cpp", "GRADIENTS")
-STEP = _scalar_gate("step", "decode/step.cu", "step.cpp", "MAX_KEYS", "MAX_SLICES")[False]
-SEQUENCE = _scalar_gate("sequence", "decode/sequence.cu", "sequence.cpp", "MAX_KEYS", "MAX_SLICES")[False]
-SEQUENTIAL_FORWARD = Launcher(
-    "mlstm_fwd_sequential",
-    FORWARD[False].source,
-    FORWARD[False].bindings,
-    (("TFLA_SEQUENTIAL", "1"),),
-    FORWARD[False].exports,
-)
-_OF_DELTA = ("CHUNK", "DTYPES", "ADDRESS_BITS", "SEGMENT_CHUNKS")
-DELTA_FORWARD = Launcher(
-    "delta_forward", "delta_rule/forward/forward.cu", "delta_rule/bindings/forward.cpp", (), _OF_DELTA
-)
-DELTA_BACKWARD = Launcher(
-    "delta_backward", "delta_rule/backward/backward.cu", "delta_rule/bindings/backward.cpp", (), _OF_DELTA
-)
-DELTA_STATES = Launcher(
-    "delta_states",
-    "delta_rule/backward/states/states.cu",
-    "delta_rule/bindings/states.cpp",
+_EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")
+_SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
+_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS")
+# the chunkwise kernels of mLSTM, and by True those with a scalar decay in the place of its gates
+CHUNKWISE = {
+    False: Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE),
+    True: Launcher("decay", *_SCALAR_GATE, _SCALAR_DECAY, _OF_SCALAR_GATE),
+}
+SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
+DECODING = Launcher(
+    "decoding",
+    "scalar_gate/decode/launcher.cu",
+    "scalar_gate/decode/launcher.cpp",
     (),
-    (*_OF_DELTA, "DELTA_ANCHOR_CHUNKS"),
+    (*_EVERY, "MAX_KEYS", "MAX_SLICES"),
 )
-GLA_FORWARD = Launcher("gla_forward", "channel_gate/forward/forward.cu", "channel_gate/bindings/forward.cpp")
-GLA_BACKWARD = Launcher(
-    "gla_backward", "channel_gate/backward/backward.cu", "channel_gate/bindings/backward.cpp"
+# has the kernels of the gates' gradients, too, with a scalar decay
+DELTA_RULE = Launcher(
+    "delta_rule",
+    "delta_rule/launcher.cu",
+    "delta_rule/bindings/launcher.cpp",
+    _SCALAR_DECAY,
+    (*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
 )
-GLA_STATES = Launcher(
-    "gla_states", "channel_gate/backward/states/states.cu", "channel_gate/bindings/states.cpp"
-)
-GLA_SEGMENTS = Launcher(
-    "gla_segments", "channel_gate/segments/segments.cu", "channel_gate/bindings/segments.cpp"
+GLA = Launcher(
+    "gla", "channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp", (), (*_EVERY, "ANCHOR_CHUNKS")
 )
 
 
@@ -146,8 +126,8 @@ def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
 
 
 def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
-    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its operands,
-    else the largest slice.
+    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its
+    operands, else the largest slice.
 
     Args:
         gradient: "dq", "dk" or "dv", what the walk makes.
@@ -190,9 +170,9 @@ def mlstm_fwd(
         tile: of `mlstm_tile`. half: operands are fp16.
         sequential: a kernel that waits for every GEMM before its next step.
     """
-    (tile_qk, slice_v), launcher = tile, SEQUENTIAL_FORWARD if sequential else FORWARD[decay]
+    (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE[decay]
     of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
-    name, header = f"{launcher.name}_k{tile_qk}_v{slice_v}", "scalar_gate/forward/narrow/kernel.cuh"
+    name, header = f"{launcher.name}_fwd_k{tile_qk}_v{slice_v}", "scalar_gate/forward/narrow/kernel.cuh"
     kernel = f"mlstm_fwd_kernel<Config<{of_tile}>>"
     if tile_qk == 256:
         gate, policy = _gate(sigmoid_gate, decay)
@@ -207,8 +187,8 @@ def mlstm_fwd_states(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
     """What sums up the states at the start of the forward's segments, where sequences are cut."""
-    launcher = FORWARD[decay]
-    name = f"{launcher.name}_states_k{tile[0]}_v{tile[1]}{'' if normalize or decay else '_unnormalized'}"
+    launcher = CHUNKWISE[decay]
+    name = f"{launcher.name}_fwd_states_k{tile[0]}_v{tile[1]}{'' if normalize or decay else '_unnormalized'}"
     config = f"StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, {_cpp(normalize)}>"
     kernels = (f"mlstm_states_kernel<{config}>",)
     header = "scalar_gate/forward/segment_sums.cuh"
@@ -218,22 +198,22 @@ def mlstm_fwd_states(
 @functools.cache
 def mlstm_fwd_combine(decay: bool = False) -> Instance:
     """What carries these states from segment to segment."""
-    launcher, header = FORWARD[decay], "scalar_gate/forward/carry.cuh"
+    launcher, header = CHUNKWISE[decay], "scalar_gate/forward/carry.cuh"
     kernels = tuple(f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True)))
-    return Instance(f"{launcher.name}_combine", launcher, header, kernels, "mlstm")
+    return Instance(f"{launcher.name}_fwd_combine", launcher, header, kernels, "mlstm")
 
 
 @functools.cache
 def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance:
     """The gates of every chunk before the backward's walks, and the gradients of the gates after them."""
     gate, policy = _gate(sigmoid_gate, decay)
-    launcher = AROUND_WALKS[decay]
+    launcher = CHUNKWISE[decay]
     kernels = (
         f"mlstm_bwd_scan_kernel<{policy}>",
         f"mlstm_bwd_gates_kernel<{policy}>",
         "mlstm_bwd_flows_kernel",
     )
-    name = f"{launcher.name}_gates{'' if decay else f'_{gate}'}"
+    name = f"{launcher.name}_bwd_gates{'' if decay else f'_{gate}'}"
     return Instance(name, launcher, "scalar_gate/backward/gates.cuh", kernels, "mlstm")
 
 
@@ -246,14 +226,14 @@ def mlstm_bwd_rows(half: bool) -> Instance:
         "mlstm_bwd_factors_kernel",
     )
     header, dtype = "scalar_gate/backward/row_terms.cuh", _DTYPES[half]
-    return Instance(f"mlstm_bwd_rows_{dtype}", AROUND_WALKS[False], header, kernels, "mlstm", dtype)
+    return Instance(f"mlstm_bwd_rows_{dtype}", CHUNKWISE[False], header, kernels, "mlstm", dtype)
 
 
 @functools.cache
 def mlstm_bwd_combine(decay: bool = False) -> Instance:
     """What carries states over the boundaries of the backward's segments."""
-    launcher, header = AROUND_WALKS[decay], "scalar_gate/backward/carry.cuh"
-    return Instance(f"{launcher.name}_combine", launcher, header, ("mlstm_bwd_combine_kernel",), "mlstm")
+    launcher, header = CHUNKWISE[decay], "scalar_gate/backward/carry.cuh"
+    return Instance(f"{launcher.name}_bwd_combine", launcher, header, ("mlstm_bwd_combine_kernel",), "mlstm")
 
 
 @functools.cache
@@ -288,9 +268,9 @@ def _of_walks(
     normalize: bool,
     decay: bool,
 ) -> Instance:
-    launcher, normalize = WALKS[decay], normalize and gradients != "dv" and not decay
+    launcher, normalize = CHUNKWISE[decay], normalize and gradients != "dv" and not decay
     of = gradients.split(" and ")
-    name = f"{launcher.name.split('_')[0]}_{what}_{'_'.join(of)}_k{tile[0]}_v{tile[1]}"
+    name = f"{launcher.name}_{what}_{'_'.join(of)}_k{tile[0]}_v{tile[1]}"
     name += "" if normalize or decay or gradients == "dv" else "_unnormalized"
     kernels = tuple(
         f"{kernel}<PassConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, Gradient::{x}, {_cpp(normalize)}>>"
@@ -298,6 +278,11 @@ def _of_walks(
     )
     header = f"scalar_gate/backward/walk/{header}"
     return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
+
+
+def _half_of(before: str, after: str) -> str:
+    """The dtype of 16 bits among those of a state; "" for none."""
+    return next((dtype for dtype in (before, after) if dtype != "fp32"), "")
 
 
 @functools.cache
@@ -310,7 +295,8 @@ def mlstm_step(before: str, after: str) -> Instance:
     types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
     widest = 4 if "fp32" in (before, after) else 8
     kernels = tuple(f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1))
-    return Instance(f"mlstm_step_{before}_{after}", STEP, "scalar_gate/decode/step.cuh", kernels, "mlstm")
+    name, dtype = f"mlstm_step_{before}_{after}", _half_of(before, after)
+    return Instance(name, DECODING, "scalar_gate/decode/step.cuh", kernels, "mlstm", dtype)
 
 
 @functools.cache
@@ -331,14 +317,14 @@ def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance
         f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)
     )
     name = f"mlstm_sequence_t{tile}_{before}_{after}{'_of_fp32' if fp32 else ''}"
-    return Instance(name, SEQUENCE, "scalar_gate/decode/sequence.cuh", kernels, "mlstm")
+    dtype = _half_of(before, after)
+    return Instance(name, DECODING, "scalar_gate/decode/sequence.cuh", kernels, "mlstm", dtype)
 
 
-def _delta(launcher: Launcher, name: str, header: str, half: bool | None, *kernels: str) -> Instance:
+def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:
     dtype = "" if half is None else _DTYPES[half]
-    return Instance(
-        f"delta_{name}{dtype and f'_{dtype}'}", launcher, f"delta_rule/{header}", kernels, "delta_rule", dtype
-    )
+    name = f"delta_{name}{dtype and f'_{dtype}'}"
+    return Instance(name, DELTA_RULE, f"delta_rule/{header}", kernels, "delta_rule", dtype)
 
 
 @functools.cache
@@ -350,7 +336,7 @@ def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
     """
     kernel = f"delta_matrices_kernel<{_TYPES[half]}, {tile}, {_cpp(scores)}>"
     name = f"matrices_k{tile}{'_scores' if scores else ''}"
-    return _delta(DELTA_FORWARD, name, "chunk_matrices/kernel.cuh", half, kernel)
+    return _delta(name, "chunk_matrices/kernel.cuh", half, kernel)
 
 
 @functools.cache
@@ -359,41 +345,42 @@ def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") 
 
     Args:
         walkers: 1 or 2.
-        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile of 128.
+        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile
+            of 128.
     """
     suffix = {"given": "", "by makers": "_makers", "in the walk": "_in_walk"}[matrices]
     more = {"given": "", "by makers": ", kWarpgroupsOfMakers", "in the walk": ", 0, true"}[matrices]
     kernel = "delta_forward_with_makers_kernel" if matrices == "by makers" else "delta_forward_kernel"
     kernel = f"{kernel}<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
-    return _delta(DELTA_FORWARD, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", half, kernel)
+    return _delta(f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", half, kernel)
 
 
 @functools.cache
 def delta_leads() -> Instance:
     """How early the walks of a split's segments begin."""
-    return _delta(DELTA_FORWARD, "leads", "split/leads.cuh", None, "delta_leads_kernel")
+    return _delta("leads", "split/leads.cuh", None, "delta_leads_kernel")
 
 
 @functools.cache
 def delta_carry() -> Instance:
     """What carries states over the segments of a split, for the backward, too."""
-    return _delta(DELTA_FORWARD, "carry", "split/carry.cuh", None, "delta_carry_kernel")
+    return _delta("carry", "split/carry.cuh", None, "delta_carry_kernel")
 
 
 @functools.cache
 def delta_maps(tile: int, half: bool) -> Instance:
     """What each segment of a split makes of the state."""
     kernel = f"delta_maps_kernel<MapsConfig<{_TYPES[half]}, {tile}>>"
-    return _delta(DELTA_FORWARD, f"maps_k{tile}", "split/maps.cuh", half, kernel)
+    return _delta(f"maps_k{tile}", "split/maps.cuh", half, kernel)
 
 
 @functools.cache
 def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
     """What makes the delta rule's inputs of raw ones, or the gradients of these."""
-    suffix, launcher = ("_backward", DELTA_BACKWARD) if backward else ("", DELTA_FORWARD)
+    suffix = "_backward" if backward else ""
     kernel = f"delta_inputs{suffix}_kernel<{_TYPES[half]}, {tile}>"
     header = f"inputs/{'backward' if backward else 'forward'}.cuh"
-    return _delta(launcher, f"inputs{suffix}_k{tile}", header, half, kernel)
+    return _delta(f"inputs{suffix}_k{tile}", header, half, kernel)
 
 
 @functools.cache
@@ -401,24 +388,25 @@ def delta_mirror(tile: int, half: bool, walkers: int, makes: str = "values") -> 
     """The mirror walk of the delta rule's backward.
 
     Args:
-        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in backward/config.cuh.
+        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in
+            backward/config.cuh.
     """
     kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}, MirrorMakes::{makes}>>"
     suffix = "" if makes == "values" else f"_{makes}"
-    return _delta(DELTA_BACKWARD, f"mirror_k{tile}_w{walkers}{suffix}", "backward/kernel.cuh", half, kernel)
+    return _delta(f"mirror_k{tile}_w{walkers}{suffix}", "backward/kernel.cuh", half, kernel)
 
 
 @functools.cache
 def delta_combine(half: bool) -> Instance:
     """What adds up parts of dq and dk."""
     kernel = f"delta_combine_kernel<{_TYPES[half]}>"
-    return _delta(DELTA_BACKWARD, "combine", "backward/combine.cuh", half, kernel)
+    return _delta("combine", "backward/combine.cuh", half, kernel)
 
 
 @functools.cache
 def delta_strength() -> Instance:
     """What gives dbeta of the mirror's sums."""
-    return _delta(DELTA_BACKWARD, "strength", "backward/strength.cuh", None, "delta_strength_kernel")
+    return _delta("strength", "backward/strength.cuh", None, "delta_strength_kernel")
 
 
 @functools.cache
@@ -432,7 +420,7 @@ def delta_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
     direction, paired = walk.split()[-1], walk.startswith("paired")
     config = f"StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{direction}, {_cpp(paired)}>"
     kernel, name = f"delta_states_kernel<{config}>", f"{walk.replace(' ', '_')}_v{tile}_w{walkers}"
-    return _delta(DELTA_STATES, name, "backward/states/kernel.cuh", half, kernel)
+    return _delta(name, "backward/states/kernel.cuh", half, kernel)
 
 
 @functools.cache
@@ -446,9 +434,9 @@ def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -
     """
     config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
     kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
-    launcher, dtype = GLA_FORWARD if direction == "forward" else GLA_BACKWARD, _DTYPES[half]
+    dtype = _DTYPES[half]
     name = f"gla_{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}_{dtype}"
-    return Instance(name, launcher, "channel_gate/forward/kernel.cuh", (kernel,), "channel_gate", dtype)
+    return Instance(name, GLA, "channel_gate/forward/kernel.cuh", (kernel,), "channel_gate", dtype)
 
 
 @functools.cache
@@ -462,9 +450,7 @@ def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
     walkers, dtype = 2 if tile == 256 else walkers, _DTYPES[half]
     kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
     header = "channel_gate/backward/states/kernel.cuh"
-    return Instance(
-        f"gla_{walk}_v{tile}_w{walkers}_{dtype}", GLA_STATES, header, (kernel,), "channel_gate", dtype
-    )
+    return Instance(f"gla_{walk}_v{tile}_w{walkers}_{dtype}", GLA, header, (kernel,), "channel_gate", dtype)
 
 
 @functools.cache
@@ -476,7 +462,7 @@ def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
         f"gla_carry_kernel<{_cpp(backward)}>",
     )
     name = f"gla_segments_v{tile}{'_backward' if backward else ''}_{dtype}"
-    return Instance(name, GLA_SEGMENTS, "channel_gate/segments/kernels.cuh", kernels, "channel_gate", dtype)
+    return Instance(name, GLA, "channel_gate/segments/kernels.cuh", kernels, "channel_gate", dtype)
 
 
 def all_instances() -> list[Instance]:

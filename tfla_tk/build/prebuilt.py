@@ -35,8 +35,8 @@ class Index:
 
 
 def index() -> Index | None:
-    """What the package brings; None where it brings nothing, or where an environment variable asks for kernels of the
-    user's own making."""
+    """What the package brings; None where it brings nothing, or where an environment variable asks for
+    kernels of the user's own making."""
     return None if any(variable.get() for variable in _OWN) else _read(FOLDER)
 
 
@@ -56,7 +56,9 @@ def write(folder: Path, cuda: tuple[int, int], files: dict[cache.Artifact, Path]
     listed: dict[str, Any] = {}
     for artifact, path in files.items():
         state = path.stat()
-        name = names.setdefault((state.st_dev, state.st_ino), path.name)
+        # not by its own name: it may be that of the first of several that are compiled together
+        own = "".join((cache.name_of(artifact), *path.suffixes))
+        name = names.setdefault((state.st_dev, state.st_ino), own)
         if not (folder / name).exists():
             (folder / name).write_bytes(path.read_bytes())
         listed[cache.name_of(artifact)] = [_key(artifact), name]

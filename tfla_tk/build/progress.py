@@ -48,8 +48,8 @@ class Progress:
         with self._lock:
             self._shown = True
             self._write(
-                f"compiling {self._total} files for the first call of this kind, {self._jobs} at a time; they are kept "
-                f"in {self._kept} (`tfla-tk build` compiles all kernels before)",
+                f"compiling {self._total} files for the first call of this kind, {self._jobs} at a time; "
+                f"they are kept in {self._kept} (`tfla-tk build` compiles all kernels before)",
                 end="\n",
             )
             if self._done and sys.stderr.isatty():

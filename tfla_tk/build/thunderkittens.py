@@ -101,7 +101,8 @@ def _headers_digest(include: Path) -> str:
 
 def _clone(commit: str, root: Path) -> None:
     """Fetch one commit into a scratch directory and rename it into place."""
-    url = env.THUNDERKITTENS_URL.get() or URL
+    chosen = env.THUNDERKITTENS_URL.get()
+    url, origin = chosen or URL, f"{env.THUNDERKITTENS_URL.name}={chosen}" if chosen else URL
     with explain_os_errors(root.parent):
         private_directory(root.parent)
         with file_lock(root.parent / f"{commit}.lock"), scratch_directory(root.parent, commit) as scratch:
@@ -114,15 +115,15 @@ def _clone(commit: str, root: Path) -> None:
                 ["-C", str(tree), "-c", "advice.detachedHead=false", "checkout", "--quiet", "FETCH_HEAD"],
             )
             for step in steps:
-                _git(step, commit, root, url)
+                _git(step, commit, root, origin)
             if not (tree / _HEADER).is_file():
-                raise _not_found(commit, root, f"git clone: {url} has no {_HEADER} at that commit")
+                raise _not_found(commit, root, f"git clone: {origin} has no {_HEADER} at that commit")
             if root.exists():
                 shutil.rmtree(root)
             tree.rename(root)
 
 
-def _git(arguments: list[str], commit: str, root: Path, url: str) -> None:
+def _git(arguments: list[str], commit: str, root: Path, origin: str) -> None:
     quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
         done = subprocess.run(
@@ -131,19 +132,23 @@ def _git(arguments: list[str], commit: str, root: Path, url: str) -> None:
     except FileNotFoundError as error:
         raise _not_found(commit, root, "git clone: git is not installed") from error
     except subprocess.TimeoutExpired as error:
-        raise _not_found(commit, root, f"git clone: {url} did not answer in {_CLONE_TIMEOUT_S} s") from error
+        raise _not_found(
+            commit, root, f"git clone: {origin} did not answer in {_CLONE_TIMEOUT_S} s"
+        ) from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["failed"]
         fault = next((line for line in lines if line.startswith("fatal:")), lines[-1])
-        raise _not_found(commit, root, f"git clone of {url}: {fault}")
+        raise _not_found(commit, root, f"git clone of {origin}: {fault}")
 
 
 def _not_found(commit: str, root: Path, clone_fault: str) -> BuildError:
+    url = env.THUNDERKITTENS_URL
+    fix = f"correct or unset {url.name}; " if url.get() else ""
     return BuildError(
         "ThunderKittens was not found by any of the three look-ups:\n"
         f"  1. {env.THUNDERKITTENS_ROOT.name}: not set\n"
         f"  2. the cache: no {_HEADER} in {root}\n"
         f"  3. {clone_fault}",
-        "run `tfla-tk build`, which fetches it; on a machine without network, copy a ThunderKittens checkout "
-        f"(commit {commit}) here and set {env.THUNDERKITTENS_ROOT.name} to it, or put it at {root}",
+        f"{fix}run `tfla-tk build`, which fetches it; on a machine without network, copy a ThunderKittens "
+        f"checkout (commit {commit}) here, and set {env.THUNDERKITTENS_ROOT.name} to it or put it at {root}",
     )

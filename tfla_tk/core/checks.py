@@ -5,7 +5,9 @@ Every message names the argument, what was expected and what came.
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeAlias
 
@@ -18,12 +20,21 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_MULTIPLE = 16
 
+_LARGEST_INT = 2**63  # which torch's operators no longer take
+_LONGEST_TEXT = 100  # of a value in a message
+
 ExpectedTensor: TypeAlias = tuple[str, Any, tuple[int, ...], str]  # name, value, shape, layout
 
 
 def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` with the one message format of this package."""
-    raise error(f"{name}: expected {expected}, got {got}")
+    raise error(f"{name}: expected {expected}, got {got if isinstance(got, str) else _brief(str, got)}")
+
+
+def shown_name(name: str, known: Iterable[str]) -> str:
+    """A name that is not known, with the one that it is close to, if any."""
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], 1)
+    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
 
 
 def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
@@ -89,22 +100,39 @@ def check_head_dim(name: str, value: Tensor) -> None:
 def shown(value: Any) -> str:
     """Of a tensor its shape and dtype alone: to print numbers would wait for the GPU."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"{value!r} of type {type(value).__name__}"
+        # a nested one has no shape
+        kind = "a nested tensor of" if value.is_nested else f"a tensor of shape {tuple(value.shape)} and"
+        return f"{kind} dtype {value.dtype}"
+    return f"{_brief(repr, value)} of type {type(value).__name__}"
+
+
+def _brief(text_of: Callable[[Any], str], value: Any) -> str:
+    """The text of a value, cut where it is long."""
+    try:
+        text = text_of(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return "a number of too many digits to print"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def check_int(name: str, value: Any, expected: str = "an int") -> int:
     """An integer, Python's or NumPy's, and no bool; returned as Python's."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         fail(name, expected, shown(value), TypeError)
-    return int(value)
+    number = int(value)
+    if not -_LARGEST_INT <= number < _LARGEST_INT:
+        fail(name, f"{expected} of at most 64 bits", number)
+    return number
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> float:
     """A real number, Python's or NumPy's, and no bool; returned as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fail(name, expected, shown(value), TypeError)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        fail(name, "a number that a float can hold", value)
 
 
 def check_bool(name: str, value: Any) -> bool:

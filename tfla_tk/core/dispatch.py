@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfla_tk.backends.registry import BACKENDS, family_module
-from tfla_tk.core.checks import fail, shown
+from tfla_tk.core.checks import fail, shown, shown_name
 from tfla_tk.core.errors import UnsupportedError
-from tfla_tk.core.support import SUPPORTED, Choice, Support
+from tfla_tk.core.support import SUPPORTED, Choice, Support, together
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,7 +47,8 @@ def split_backend(backend: str) -> tuple[str, str | None]:
         fail("backend", "a str", shown(backend), TypeError)
     name, colon, variant = backend.partition(":")
     if name not in BACKENDS and backend != "auto":
-        fail("backend", f"one of {', '.join(('auto', *BACKENDS))}, or name:variant", repr(backend))
+        known = ("auto", *BACKENDS)
+        fail("backend", f"one of {', '.join(known)}, or name:variant", shown_name(backend, known))
     return name, variant if colon else None
 
 
@@ -55,12 +56,14 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
     """The verdict of one backend on one call."""
     supports = getattr(family_module(name, kernel), f"supports_{kernel}")
     verdict: Support = supports(call, variant)
-    if verdict.ok and name != "reference" and call.forward_mode:
-        return Support(False, "its kernels have no forward-mode derivative", "use backend='reference'")
-    if verdict.ok and name == "triton" and call.batch_invariant:
+    refusals = [] if verdict.ok else [verdict]
+    if name != "reference" and call.forward_mode:
+        reason = "its kernels have no forward-mode derivative"
+        refusals.append(Support(False, reason, "use backend='reference'"))
+    if name == "triton" and call.batch_invariant:
         reason = "its results may depend on the batch, and tfla_tk.batch_invariant is on"
-        return Support(False, reason, "use backend='tk', or turn the option off")
-    return verdict
+        refusals.append(Support(False, reason, "use backend='tk', or turn the option off"))
+    return together(*refusals) or verdict
 
 
 def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
@@ -99,6 +102,21 @@ def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) 
     return name, variant
 
 
+def describe(op: str, *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
+    """The backend that a call of a public function asks for, the kernel's name, and the call's description.
+
+    Raises:
+        TypeError, ValueError: whatever the call itself would raise about its arguments.
+    """
+    entry = OPERATORS[op]
+    try:
+        bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments["backend"], *entry.describe(**bound.arguments)
+
+
 def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Say which backend a call would use, and why not the others. Nothing is computed, loaded or compiled.
 
@@ -118,15 +136,8 @@ def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in OPERATORS:
-        fail("op", f"one of {', '.join(sorted(OPERATORS))}", repr(name))
-    entry = OPERATORS[name]
-    try:
-        bound = inspect.signature(entry.function).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
-    bound.apply_defaults()
-    backend = bound.arguments["backend"]
-    kernel, call = entry.describe(**bound.arguments)
+        fail("op", f"one of {', '.join(sorted(OPERATORS))}", shown_name(name, OPERATORS))
+    backend, kernel, call = describe(name, *args, **kwargs)
     chosen, variant = choose(name, kernel, call, backend, load=False)
     reasons = {candidate: support(candidate, kernel, call) for candidate in BACKENDS}
     label = chosen if variant is None else f"{chosen}:{variant}"

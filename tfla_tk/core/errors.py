@@ -14,6 +14,8 @@ class UnsupportedError(RuntimeError):
         failed: the backend takes such calls, but what serves them could not be built or loaded here.
     """
 
+    __module__ = "tfla_tk"  # where users find it
+
     def __init__(self, what: str, reason: str, remedy: str = "", *, failed: bool = False) -> None:
         self.reason = reason
         self.remedy = remedy

@@ -72,6 +72,11 @@ def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
     return (seq + CHUNK - 1) // CHUNK + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
+def dense_like(x: Tensor, device: str | None = None) -> Tensor:
+    """Uninitialised and contiguous, of the shape and dtype of x."""
+    return torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
+
+
 def grads_like(*inputs: MaybeTensor) -> tuple[Any, ...]:
     """Uninitialised gradients, each like its input; None where there is none."""
     return tuple(None if x is None else torch.empty_like(x) for x in inputs)

@@ -39,6 +39,7 @@ try:
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch.autograd import _profiler_enabled
@@ -291,6 +292,7 @@ def _is_watched() -> bool:
     return (
         torch.compiler.is_compiling()
         or not KNOWS_EAGER_CALLS
+        or get_eval_frame_callback() is not None  # torch.compile may trace what this frame calls
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None

@@ -6,6 +6,7 @@ them: such a call makes its signature, looks up the plan, and calls what serves 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tfla_tk.backends.registry import family_module
+from tfla_tk.core.checks import counted
 from tfla_tk.core.dispatch import choose
 from tfla_tk.core.memo import CallMemo
 
@@ -22,6 +24,7 @@ class Call(Protocol):
 
     Attributes:
         dtype: that the leading tensors are cast to.
+        heads, seq: of q: heads of one batch entry, tokens.
         is_empty: there is nothing to compute.
         forward_mode: an input has a tangent.
         batch_invariant: the option of that name.
@@ -29,6 +32,10 @@ class Call(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
     @property
     def is_empty(self) -> bool: ...
     @property
@@ -61,6 +68,7 @@ class CallPath:
             and ValueError.
         cast: how many tensors, from the first on, are cast to the call's dtype where they differ from it.
         strided: whether strides are part of a signature: where `prepare_<name>` depends on them.
+        layout: of q, where more heads than tokens may be a mistake.
     """
 
     def __init__(
@@ -72,12 +80,15 @@ class CallPath:
         *,
         cast: int = 0,
         strided: bool = False,
+        layout: str = "",
     ) -> None:
         self.name = name
         self.arguments = tensors + options
         self.plans: CallMemo[Plan] = CallMemo(strided)
         self._check = check
         self._cast = cast
+        self._layout = layout
+        self._warned: set[str] = set()
 
     def describe(self, **arguments: Any) -> tuple[str, Any]:
         """(name, description of the call) of a call's arguments by keyword, `backend` among them or not."""
@@ -97,6 +108,8 @@ class CallPath:
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
         call = self._check(**arguments)
+        if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
+            self._warn_of_swapped(op, call, arguments)
         name, variant = choose(op, self.name, call, backend)
         if call.is_empty:
             # nothing to launch: the reference carries the initial state and the graph through
@@ -112,6 +125,15 @@ class CallPath:
         if casts:
             serve = partial(self._serve_cast, serve, call.dtype)
         return Plan(call, name, variant, serve)
+
+    def _warn_of_swapped(self, op: str, call: Call, arguments: dict[str, Any]) -> None:
+        """Warn, once, of more heads than tokens; not where a state has the heads, too."""
+        if any("initial" in name and x is not None for name, x in arguments.items()):
+            return
+        text = f"q has {call.heads} heads and {counted(call.seq, 'token')}, read as {self._layout}"
+        remedy = "where heads and tokens are swapped, pass x.transpose(1, 2) of all tensors"
+        warnings.warn(f"{op}: {text}; {remedy}", stacklevel=6)
+        self._warned.add(op)
 
     def _serve_cast(self, serve: Callable[..., Any], dtype: torch.dtype, *tensors: Any) -> Any:
         return serve(*self._as_dtype(tensors, dtype))

@@ -32,6 +32,16 @@ class Support:
 SUPPORTED = Support(True)
 
 
+def together(*refusals: Support | None) -> Support | None:
+    """All reasons why a backend does not serve a call, and what to change; None where there is none."""
+    found = [refusal for refusal in refusals if refusal is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    reasons = [refusal.reason for refusal in found]
+    remedies = [refusal.remedy for refusal in found if refusal.remedy]
+    return Support(False, "; ".join(reasons), "; ".join(remedies), failed=all(x.failed for x in found))
+
+
 @dataclass(frozen=True)
 class Choice:
     """The backend that serves a call, with the verdict on each one that was considered.

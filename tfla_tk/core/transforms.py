@@ -6,9 +6,10 @@ read, so without a check the tangent would be lost and the derivative come out a
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -93,7 +94,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not are_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The function as torch makes it for a level of its own: without what goes through the transforms."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    base = torch.autograd.Function.__base__
+    return types.new_class(function.__name__, (base,), exec_body=lambda body: body.update(methods))
 
 
 class _Excluding:

@@ -11,8 +11,9 @@ attributes of modules (in a list, a closure, a class) keep fla's function. Those
 such as Hugging Face's, are reached all the same: `accelerate` registers a backend with fla for it, unless
 fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1).
 
-A call that the kernels cannot serve goes to fla's own function. On a CPU, where that cannot run, the
-reference serves every call. Importing this module does not import fla.
+A call that the kernels cannot serve goes to fla's own function, and so does one whose arguments do not pass
+this package's checks: fla says what is wrong with them, or takes them. On a CPU, where fla's functions cannot
+run, the reference serves every call. Importing this module does not import fla.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import inspect
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,8 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.backends.triton.fla import FLA_OPS
-from tfla_tk.core.checks import fail
+from tfla_tk.core import dispatch
+from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.memo import Memo, signature
 from tfla_tk.delta_rule import check_gated_delta_rule
@@ -64,24 +67,28 @@ _FLAGS = (
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
 )
-# and where they are among the arguments of each function
-_FLAG_PLACES = {
-    name: [
-        place
-        for place, each in enumerate(inspect.signature(getattr(tfla_tk, name)).parameters)
-        if each in _FLAGS
-    ]
-    for name in FUNCTIONS
-}
+# the arguments that each of fla's functions reads, in their order and whether they are flags, and how many of
+# them may be given by their place
+_READ: dict[str, dict[str, bool]] = {}
+_PLACES: dict[str, int] = {}
+for _name in FUNCTIONS:
+    _parameters = inspect.signature(getattr(tfla_tk, _name)).parameters.values()
+    _more = ("backend", "g_gamma") if _name == "chunk_lightning_attn" else ("backend",)  # than fla's
+    _READ[_name] = {each.name: each.name in _FLAGS for each in _parameters if each.name not in _more}
+    _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
+_WITHOUT_OTHERS = "chunk_gla"  # refuses keywords that it does not read; the others ignore them
+_OLD_V_FIRST = "transpose_state_layout"  # fla's former name of state_v_first, which _DISPATCHED still takes
 
 _log = logging.getLogger("tfla_tk")
 _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
-# the names of the functions that are these kernels now, and the class that is registered with fla; a reload
-# of this module keeps both
+# the names of the functions that are these kernels now, what is in the place of each of fla's functions by
+# that one, and the class that is registered with fla; a reload of this module keeps them
 _accelerated: set[str] = globals().get("_accelerated", set())
+_in_place: dict[str, dict[Callable[..., Any], Callable[..., Any]]]
+_in_place = globals().get("_in_place", {name: {} for name in FUNCTIONS})
 _backend: Any = globals().get("_backend")
 # why the kernels have refused plain eager calls, by all that a refusal depends on
 _refused: dict[str, Memo[str]] = {name: Memo() for name in FUNCTIONS}
@@ -120,10 +127,8 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
     with _lock:
         replaced = []
         for name in _known(names):
-            current = _current(name)
-            own = fla_own.original(current)
-            ours = current if current is not own else _in_place_of(name, own)
-            replaced += _rebind(own, ours)
+            for own, ours in _pairs(name):
+                replaced += _rebind(own, ours)
             if name == _DISPATCHED:
                 _register()
             _accelerated.add(name)
@@ -151,8 +156,8 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
             if _last is not None and _last.function == name:
                 _last = None
             if FUNCTIONS[name] in sys.modules:
-                current = _current(name)
-                replaced += _rebind(current, fla_own.original(current))
+                for own, ours in _pairs(name):
+                    replaced += _rebind(ours, own)
         return replaced
 
 
@@ -164,7 +169,8 @@ def is_accelerated(name: str | None = None) -> bool:
     """
     with _lock:
         return all(
-            FUNCTIONS[each] in sys.modules and hasattr(_current(each), fla_own.ORIGINAL)
+            FUNCTIONS[each] in sys.modules
+            and all(hasattr(function, fla_own.ORIGINAL) for function in _current(each))
             for each in _known(None if name is None else [name])
         )
 
@@ -185,19 +191,30 @@ def _known(names: Iterable[str] | None) -> list[str]:
     found = list(FUNCTIONS if names is None else names)
     for name in found:
         if name not in FUNCTIONS:
-            fail("names", f"some of {', '.join(FUNCTIONS)}", repr(name))
+            fail("names", f"some of {', '.join(FUNCTIONS)}", shown_name(name, FUNCTIONS))
     return found
 
 
-def _current(name: str) -> Callable[..., Any]:
-    """What fla's module has under a name."""
+def _pairs(name: str) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """fla's function of a name and what goes in its place; each that there was, where fla's modules were
+    loaded anew."""
+    for function in _current(name):
+        own = fla_own.original(function)
+        if own not in _in_place[name]:
+            _in_place[name][own] = _in_place_of(name, own) if function is own else function
+    return list(_in_place[name].items())
+
+
+def _current(name: str) -> list[Callable[..., Any]]:
+    """What fla's module has under a name, and what the module has that defines it, which may be newer."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(FUNCTIONS[name]), name)
     except Exception as error:  # whatever a package of others does on import
         raise ImportError(
             f"fla cannot be imported: {type(error).__name__}: {error}. Install it with {installation.INSTALL}"
         ) from error
-    return function
+    defining = sys.modules.get(fla_own.original(function).__module__)
+    return [function, getattr(defining, name, function)]
 
 
 def _rebind(present: Any, wanted: Any) -> list[str]:
@@ -235,28 +252,36 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     # whoever has got hold of this function keeps it after `restore`
     if name not in _accelerated or (not compiling and fla_own.is_on_its_own()):
         return own(*args, **kwargs)
+    options = _as_read(name, args, kwargs)
+    if options is None:
+        return own(*args, **kwargs)
+    if not compiling:
+        _tell_old_name(kwargs)
     ours = getattr(tfla_tk, name)
-    given, options = _with_flags(name, args, kwargs)
-    if _is_on_cpu(args, kwargs):
-        call = functools.partial(ours, *given, **options, backend="reference")
-        return _by(name, "reference", _ON_A_CPU, call)
+    if _is_on_cpu(options):
+        return _by(name, "reference", _ON_A_CPU, functools.partial(ours, **options, backend="reference"))
     refused = _refused[name]
     if not compiling and len(refused):
-        reason = refused.get(_signature(args, kwargs))
+        reason = refused.get(_signature(options))
         if reason is not None:
             return _by_fla(name, own, args, kwargs, reason)
     try:
-        result = ours(*given, **options, backend="tk")
-    except _REFUSALS as error:
-        reason = _reason(error)
+        result = ours(**options, backend="tk")
+    except UnsupportedError as error:
+        reason = error.reason
+        # what could not be built is tried again
+        key = None if compiling or error.failed else _signature(options)
+        if key is not None:
+            refused.keep(key, reason)
+    except (TypeError, ValueError) as error:
+        if _are_sound(name, options):  # an error of ours
+            raise
+        reason = str(error)
     else:
         _record(name, "tk", "")
         return result
     if compiling:
         return own(*args, **kwargs)
-    key = _signature(args, kwargs)
-    if key is not None:
-        refused.keep(key, reason)
     return _by_fla(name, own, args, kwargs, reason)
 
 
@@ -269,18 +294,46 @@ def _by_fla(
 
 
 _ON_A_CPU = "the tensors are on a CPU"
-_REFUSALS = (TypeError, ValueError, UnsupportedError)
 
 
-def _reason(error: Exception) -> str:
-    return error.reason if isinstance(error, UnsupportedError) else str(error)
+def _as_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """What one of fla's functions reads of its arguments, by keyword; None for those that it refuses itself.
+
+    Flags are bools, and offsets on the CPU are left out where there are none on the device.
+    """
+    read = _READ[name]
+    options = dict(zip(read, args, strict=False))
+    options.update(kwargs)
+    if len(args) > _PLACES[name] or len(options) < len(args) + len(kwargs):
+        return None
+    others = [key for key in options if key not in read]
+    if others:
+        if name == _WITHOUT_OTHERS or "head_first" in others:
+            return None
+        if name == _DISPATCHED and _OLD_V_FIRST in others:
+            if options.get("state_v_first"):
+                return None
+            options["state_v_first"] = options[_OLD_V_FIRST]
+        for key in others:
+            del options[key]
+    if options.get("cu_seqlens") is None:
+        options.pop("cu_seqlens_cpu", None)
+    return {key: bool(value) if read[key] else value for key, value in options.items()}
 
 
-def _with_flags(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with flags that are bools."""
-    places = _FLAG_PLACES[name]
-    given = [bool(x) if place in places else x for place, x in enumerate(args)]
-    return given, {**kwargs, **{flag: bool(kwargs[flag]) for flag in _FLAGS if flag in kwargs}}
+def _are_sound(name: str, options: dict[str, Any]) -> bool:
+    """Whether arguments pass the checks, which come before all else."""
+    try:
+        dispatch.describe(name, **options)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _tell_old_name(kwargs: dict[str, Any]) -> None:
+    if _OLD_V_FIRST in kwargs:
+        message = f"{_OLD_V_FIRST} is deprecated: fla calls it state_v_first"
+        warnings.warn(message, DeprecationWarning, stacklevel=4)
 
 
 # fla's own dispatch
@@ -309,10 +362,11 @@ def _register() -> None:
             return _verify(args, kwargs)
 
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
-            given, options = _with_flags(_DISPATCHED, args, kwargs)
-            backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(args, kwargs) else ("tk", "")
-            ours = tfla_tk.chunk_gated_delta_rule
-            call = functools.partial(ours, *given, **options, backend=backend)
+            options = _as_read(_DISPATCHED, args, kwargs)
+            assert options is not None
+            _tell_old_name(kwargs)
+            backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(options) else ("tk", "")
+            call = functools.partial(tfla_tk.chunk_gated_delta_rule, **options, backend=backend)
             return _by(_DISPATCHED, backend, reason, call)
 
     backends.register(_OPERATION)(TflaTkBackend)
@@ -323,34 +377,41 @@ def _verify(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | 
     """Whether these kernels serve a call, and why not; fla's own functions are its own."""
     if fla_own.is_on_its_own():
         return False, "fla's own function was asked for"
-    if _is_on_cpu(args, kwargs):
+    options = _as_read(_DISPATCHED, args, kwargs)
+    if options is None:
+        return False, "fla's own function refuses its arguments"
+    if _is_on_cpu(options):
         return True, None
-    given, options = _with_flags(_DISPATCHED, args, kwargs)
     try:
-        check_gated_delta_rule(*given, **options, backend="tk")
-    except _REFUSALS as error:
-        reason = _reason(error)
-        # fla's dispatch goes on with the call; nothing comes back here
-        _tell(_DISPATCHED, "fla", reason)
-        _record(_DISPATCHED, "fla", reason)
-        return False, reason
-    return True, None
+        check_gated_delta_rule(**options, backend="tk")
+    except UnsupportedError as error:
+        reason = error.reason
+    except Exception as error:
+        # fla takes all that is raised here for a refusal: the call itself is to raise it
+        if not isinstance(error, (TypeError, ValueError)) or _are_sound(_DISPATCHED, options):
+            return True, None
+        reason = str(error)
+    else:
+        return True, None
+    # fla's dispatch goes on with the call; nothing comes back here
+    _tell(_DISPATCHED, "fla", reason)
+    _record(_DISPATCHED, "fla", reason)
+    return False, reason
 
 
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+def _signature(options: dict[str, Any]) -> Hashable | None:
     """All that a refusal depends on; None for anything but a plain eager call."""
-    given = (args[0] if args else kwargs.get("q"), *args, *kwargs.values())
+    given = (options.get("q"), *options.values())
     tensors = tuple(x if isinstance(x, Tensor) else None for x in given)
-    options = (len(args), *kwargs, *(None if isinstance(x, Tensor) else x for x in given))
     try:
-        return signature(tensors, options)
+        return signature(tensors, (*options, *(None if isinstance(x, Tensor) else x for x in given)))
     except RuntimeError:  # a nested tensor has no shape
         return None
 
 
-def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_on_cpu(options: dict[str, Any]) -> bool:
     """Whether fla's own function could not run: on meta tensors, too."""
-    q = args[0] if args else kwargs.get("q")
+    q = options.get("q")
     return isinstance(q, Tensor) and q.device.type in ("cpu", "meta") and not installation.INTERPRETED
 
 

@@ -50,7 +50,7 @@ def unpadded(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, Ma
 
 
 def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
-    """The final state as the call wants it."""
+    """The final state as the call wants it, contiguous."""
     if not call.output_final_state or last is None:
         return None
-    return last.mT if call.state_v_first else last
+    return last.mT.contiguous() if call.state_v_first else last

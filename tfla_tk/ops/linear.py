@@ -5,8 +5,9 @@ and opcheck can be tested on any machine. The public functions check arguments a
 
 States are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
 
-tfla_tk::<name>_fwd takes the inputs and options of the family and output_final_state; it returns o, like v,
-    and final_state [N, HV, K, V], an empty tensor [0] without output_final_state.
+tfla_tk::<name>_fwd takes the inputs and options of the family and output_final_state; it returns o
+    [B, T, HV, V] in v's dtype and final_state [N, HV, K, V], an empty tensor [0] without output_final_state,
+    both contiguous.
 tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None for zero), the options, and
     needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
     [0] for inputs that there are not, and for gates without needs_gates.
@@ -41,7 +42,16 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
+from tfla_tk.core.layout import (
+    CHUNK,
+    Kept,
+    MaybeTensor,
+    as_dtype,
+    dense_like,
+    grads_like,
+    present,
+    state_dtype,
+)
 from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
@@ -331,7 +341,7 @@ class LinearOps:
         q, v, cu_seqlens = args[0], args[2], args[self._count - 1]
         count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         shape = (count, v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
-        return torch.empty_like(v), q.new_empty(shape, dtype=state_dtype(q))
+        return dense_like(v), q.new_empty(shape, dtype=state_dtype(q))
 
     def _grads_like(self, inputs: tuple[Any, ...], needs_gates: bool) -> tuple[Tensor, ...]:
         """Uninitialised gradients, each like its input; [0] for what was not asked for."""
@@ -381,7 +391,7 @@ class LinearOps:
         if self.keeping is None or kept is None:
             found = self.bwd(*tensors, *options)
         else:
-            found = self.keeping.bwd(*tensors, *kept.tensors, kept.layout, *options)
+            found = self.keeping.bwd(*tensors, kept.tensors[0], kept.layout, *options)
         return found
 
     def _record_directly(self, *args: Any) -> Recorded:

@@ -8,8 +8,9 @@ States are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with
 
 tfla_tk::simple_gla_fwd takes q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] log decay or None,
     initial_state [N, HV, K, V] or None, cu_seqlens [N + 1] or None: offsets of sequences packed in a batch of
-    one, rising from 0 to T; and returns (o, final_state): o like v; final_state [N, HV, K, V], an empty
-    tensor [0] without output_final_state. A decay per head is a g with strides of zero along B and T.
+    one, rising from 0 to T. It returns o [B, T, HV, V] in v's dtype and final_state [N, HV, K, V], an empty
+    tensor [0] without output_final_state, both contiguous. A decay per head is a g with strides of zero along
+    B and T.
 tfla_tk::simple_gla_bwd takes the same inputs, final_state where dht is given and needs_dg, and the gradients
     of both outputs, dht None for zero. It returns (dq, dk, dv, dg, dh0), each like its input: dg is an empty
     tensor [0] without needs_dg, dh0 without initial_state.
@@ -32,7 +33,16 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_like, present, state_dtype
+from tfla_tk.core.layout import (
+    CHUNK,
+    KeptStates,
+    MaybeTensor,
+    as_dtype,
+    dense_like,
+    grads_like,
+    present,
+    state_dtype,
+)
 from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
@@ -234,7 +244,7 @@ def _outputs_like(inputs: tuple[Any, ...], output_final_state: bool) -> Output:
     q, _, v, _, _, cu_seqlens = inputs
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (count, v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
-    return torch.empty_like(v), q.new_empty(shape, dtype=state_dtype(q))
+    return dense_like(v), q.new_empty(shape, dtype=state_dtype(q))
 
 
 def _bwd_fake(*args: Any) -> Grads:

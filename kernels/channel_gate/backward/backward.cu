@@ -12,8 +12,4 @@ void gla_mirror(const GlaForwardParams& params, void* stream) {
     run_walk<MirrorConfig>(params, stream);
 }
 
-std::int64_t gla_part_bytes(const ChannelShape& shape, int walkers) {
-    return channel_gate::part_bytes(shape, walkers);
-}
-
 }  // namespace tfla_tk

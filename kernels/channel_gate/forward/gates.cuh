@@ -41,7 +41,7 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
     typename C::GateWarp x{places_of(smem, turn), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
     typename C::AroundMiddle middle{x};
     mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);  // 2
-    if (warp == 0 && fresh_laneid() == 0) smem.factors[scores.slot].mild = mild;
+    if (warp == 0 && elected()) smem.factors[scores.slot].mild = mild;
     if (mild) {  // 3
         middle.scale_operands(g.scale, x.chunk.decay);
         middle.make_scores(meanwhile);

@@ -96,10 +96,6 @@ void delta_mirror(const DeltaMirrorParams& params, void* stream) {
     });
 }
 
-void delta_carry(const DeltaCarryParams& params, void* stream) {
-    delta_rule::launch_carry(params, static_cast<cudaStream_t>(stream));
-}
-
 void delta_combine(const DeltaCombineParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)

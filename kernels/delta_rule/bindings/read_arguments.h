@@ -16,10 +16,10 @@ inline void place(DeltaCarryParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.carried, x.leads, x.maps, x.borders);
 }
 
-// shape, carried, leads, maps, borders (0 for none): what carries the states of heads without leads over the
-// segments of a split.
-template <bool kBackward> DeltaCarryParams read_carry(Arguments& x) {
-    return {read_shape(x), x.pointer(), x.pointer<int>(), x.pointer(), x.pointer(), kBackward};
+// shape, carried, leads, maps, borders (0 for none), backward: what carries the states of heads without leads
+// over the segments of a split.
+inline DeltaCarryParams read_carry(Arguments& x) {
+    return {read_shape(x), x.pointer(), x.pointer<int>(), x.pointer(), x.pointer(), x.flag()};
 }
 
 }  // namespace tfla_tk

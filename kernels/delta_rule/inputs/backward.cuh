@@ -53,9 +53,10 @@ __device__ inline void differentiate_gates(const DeltaInputsBackwardParams& p) {
             store_gate(p.d_beta, tile.offset(p.d_beta, batch, t), p.d_strength[place] * slope);
         }
         if (p.d_log_decay != nullptr) {
-            const float x = tile.load(p.g, batch, t) + decay.bias;
-            const float of_rate = -decay.rate * p.d_log_decay[place], d_g = of_rate * Sigmoids(x).of;
-            sum.x += of_rate * softplus(x), sum.y += d_g;
+            const float x = tile.load(p.g, batch, t) + decay.bias, gradient = p.d_log_decay[place];
+            // the rate times the gradient alone may overflow
+            const float d_g = gradient * (-decay.rate * Sigmoids(x).of);
+            sum.x += gradient * (-decay.rate * softplus(x)), sum.y += d_g;
             store_gate(p.d_g, tile.offset(p.d_g, batch, t), d_g);
         }
     });

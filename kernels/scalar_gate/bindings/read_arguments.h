@@ -7,12 +7,6 @@
 
 namespace tfla_tk {
 
-inline std::vector<std::pair<const char*, std::int64_t>> layout_and(
-    std::vector<std::pair<const char*, std::int64_t>> more) {
-    more.push_back({"ANCHOR_CHUNKS", kAnchorChunks});
-    return constants_and(std::move(more));
-}
-
 // c, n, log2_decay; 0 where there is none.
 inline Boundaries read_boundaries(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer<double>()}; }
 

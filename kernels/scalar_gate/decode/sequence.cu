@@ -7,7 +7,7 @@ namespace tfla_tk::mlstm {
 
 constexpr const char* kSequenceName = "mlstm_sequence";
 
-void move_tokens(MlstmSequenceParams& p, std::int64_t batch, std::int64_t head, std::int64_t index) {
+void move_rows(MlstmSequenceParams& p, std::int64_t batch, std::int64_t head, std::int64_t index) {
     for (TokenRows* x : {&p.q, &p.k, &p.v})
         move(x->data, (batch * x->batch_stride + head * x->head_stride) * bytes_of(p.dtype));
     move(p.h, index * p.tokens * p.dim_v * bytes_of(p.dtype));
@@ -18,7 +18,7 @@ template <class C> void launch_sequence(const MlstmSequenceParams& p, cudaStream
     if (columns > kSequenceMaxColumns)
         throw std::invalid_argument("mlstm_sequence: no kernel for this many warps side by side");
     launch_slices<mlstm_sequence_kernel<C>>(p, (p.dim_v + columns - 1) / columns, kSequenceThreads, stream,
-                                            kSequenceName, move_tokens);
+                                            kSequenceName, move_rows);
 }
 
 template <class Before, class After, int kTokens, bool kTokensFp32>

@@ -68,10 +68,11 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
                   warp = threadIdx.x / 32;
         const int column = slice * columns + lane * kWidth;
         const bool inside = column < g.dim_v;
-        const int64_t first =
-            (static_cast<int64_t>(index) * g.dim_qk + group) * g.dim_v + column;  // of this thread's elements
-        const Before* from = static_cast<const Before*>(g.before.c) + first;
-        After* to = static_cast<After*>(g.after.c) + first;
+        auto first_of = [&](int thread) {  // of a thread's elements
+            const int64_t row = static_cast<int64_t>(index) * g.dim_qk + (thread >> log2_lanes);
+            return row * g.dim_v + slice * columns + (thread & (lanes - 1)) * kWidth;
+        };
+        const Before* from = static_cast<const Before*>(g.before.c) + first_of(threadIdx.x);
         const int64_t stride = static_cast<int64_t>(groups) * g.dim_v;  // to its next row
 
         Columns<Before, kWidth> own[kStepInFlight]{};
@@ -108,6 +109,9 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
         __syncthreads();
         if (g.in_place) arrive_at_cluster();
 
+        // NOTES: made only here, from the thread reread: above, registers hold the loads in flight and the
+        // token
+        After* to = static_cast<After*>(g.after.c) + first_of(fresh_thread());
         const float decay = gates.decay;
         float value[kWidth];
 #pragma unroll
@@ -119,7 +123,7 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
                 const int row = base + n * groups;
                 const Columns<Before, kWidth> old = own[n];
                 load(n, row + kStepInFlight * groups);
-                const float2 factors = shared.key_query[row % kStepThreads];
+                const float2 factors = shared.key_query[static_cast<unsigned>(row) % kStepThreads];
                 const bool exists = inside && row < g.dim_qk;
                 Columns<After, kWidth> next;
 #pragma unroll

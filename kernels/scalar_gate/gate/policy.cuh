@@ -63,11 +63,16 @@ struct SigmoidInput : SigmoidForget {
     __device__ static inline float input_gradient(float of_log, float x) { return of_log * sigmoid(-x); }
 };
 
-// Simple GLA, RetNet, Lightning: no input gate; the decay's natural log is stored.
+// Simple GLA, RetNet, Lightning, the delta rule: no input gate; the decay's natural log is stored.
 struct ScalarDecay {
     static constexpr bool kStabilised = false, kHasInput = false;
+    // ln 2^-30. Sums in fp32 do not resolve the flow of gradient through a gate that lets less through; what
+    // they give is rounding. The gradient of a rate such as e^{A_log} would have it times the rate.
+    static constexpr float kClosed = -20.794415f;
     __device__ static inline FloatPair log2_input(float) { return {0.f, 0.f}; }
-    __device__ static inline float forget_gradient(float of_log, float) { return of_log; }
+    __device__ static inline float forget_gradient(float of_log, float x) {
+        return x < kClosed ? 0.f : of_log;
+    }
     __device__ static inline FloatPair log2_forget(float x) { return log2_exp(x); }
     template <class Load> __device__ static inline auto forget(Load load) { return load(0.f); }
     template <class Load> __device__ static inline auto input(Load load) { return decltype(load(0.f)){}; }

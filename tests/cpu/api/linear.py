@@ -12,6 +12,7 @@ from torch import Tensor
 from tfla_tk.core.layout import Kept
 
 Inputs = dict[str, Any]
+LAYOUT = (3, 1)  # of what the stand-in keeps
 
 
 def leaves(inputs: Inputs) -> Inputs:
@@ -56,7 +57,7 @@ class Kernels(ModuleType):
         self.calls.append("forward, kept" if keep else "forward")
         self.core = core
         o, last = self.ops._fwd_cpu(*core, output_final_state)
-        kept = Kept((self.left.clone(), None), "a layout") if keep else None
+        kept = Kept((self.left.clone(), None), LAYOUT) if keep else None
         return o, last if output_final_state else None, kept
 
     def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
@@ -70,7 +71,7 @@ class Kernels(ModuleType):
     ) -> tuple[Tensor | None, ...]:
         if kept is not None:
             assert torch.equal(kept.tensors[0], self.left) and kept.tensors[1] is None
-            assert kept.layout == "a layout"
+            assert kept.layout == LAYOUT
         self.calls.append("backward" if kept is None else "backward, kept")
         self.needs_gates.append(needs_gates)
         count = self.ops._count

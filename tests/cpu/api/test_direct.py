@@ -41,7 +41,7 @@ class Calls:
         for name, module in (("fwd", fake_tk.forward), ("bwd", fake_tk.backward)):
             kernel, op = getattr(module, f"mlstm_{name}"), getattr(ops, f"_{name}")
             monkeypatch.setattr(module, f"mlstm_{name}", self._noting(name, self.kernels.append, kernel))
-            monkeypatch.setattr(ops, f"_{name}", self._noting(name, self.ops.add, op))
+            monkeypatch.setattr(ops, f"_{name}", self._noting(name, lambda of: self.ops.add(of), op))
 
     def _noting(self, name: str, note: Callable[[str], None], function: Callable[..., Any]) -> Any:
         count = len(getattr(torch.ops.tfla_tk, f"mlstm_{name}").default._schema.arguments)

@@ -143,7 +143,7 @@ def test_which_takes_packed_sequences(make_inputs: Make, fake_tk: Any) -> None:
     arguments = make_inputs(1) | {"cu_seqlens": torch.tensor([0, 40])}
     choice = which("mlstm_chunkwise", **arguments)
     assert choice.backend == "reference"
-    assert choice.reasons["triton"].reason == "mlstm_kernels has no variable length"
+    assert "mlstm_kernels has no variable length" in choice.reasons["triton"].reason
     fake_tk.verdict = Support(True)
     assert which("mlstm_siging_chunkwise", **arguments).backend == "tk"
     with pytest.raises(UnsupportedError, match="no variable length"):

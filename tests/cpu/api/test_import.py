@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, sys
 import torch
@@ -40,3 +42,16 @@ def test_cpu_call_loads_no_kernel_library() -> None:
     )
     result = run(script)
     assert result["loaded"] == [] and result["initialised"] is False
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.10.1+cu128", True), ("2.11.0a0+git1", False)])
+def test_an_old_torch(version: str, warned: bool) -> None:
+    """It is told at import, with what it needs and what there is."""
+    result = run(
+        f"import json, warnings, torch\ntorch.__version__ = {version!r}\n"
+        "with warnings.catch_warnings(record=True) as caught:\n    import tfla_tk\n"
+        "print(json.dumps({'said': [str(w.message) for w in caught if 'tfla_tk' in str(w.message)]}))"
+    )
+    said = result["said"]
+    assert isinstance(said, list) and len(said) == warned
+    assert not warned or said[0].startswith("tfla_tk needs torch 2.11 or newer, found 2.10.1+cu128")

@@ -16,6 +16,7 @@ PRIVATE_NAMES = (
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._dynamo.guards.TensorGuards",
     "torch._C._functorch.peek_interpreter_stack",
     "torch.autograd._profiler_enabled",

@@ -38,7 +38,7 @@ def op_arguments(packed: bool, gate: str, with_state: bool, last: bool) -> tuple
 def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     args = op_arguments(packed, gate, with_state, last)
     torch.library.opcheck(torch.ops.tfla_tk.simple_gla_fwd, args)
-    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla, (*args[:-1], "chunkwise", 16))
+    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla, (*args, "chunkwise", 16))
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args[:6]]
     o, state = torch.ops.tfla_tk.simple_gla_fwd(*detached, 0.25, last)
     dht = torch.randn_like(state) if last else None

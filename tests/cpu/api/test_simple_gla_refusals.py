@@ -189,6 +189,7 @@ def test_description() -> None:
         ({"sequences": 2**30, "value_heads": 4}, "sequences x value heads = 4,294,967,296"),
     ],
 )
+@pytest.mark.usefixtures("passes_for_a_gpu")
 def test_tk_refuses(changes: dict[str, Any], reason: str) -> None:
     verdict = support.supports_simple_gla(describe(**{"device": "cuda", **changes}))
     assert not verdict.ok and reason in verdict.reason and verdict.remedy

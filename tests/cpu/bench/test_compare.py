@@ -13,6 +13,7 @@ from tfla_tk.bench import accuracy, compare, environment, operators, results
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.shapes import parse_shapes
 from tfla_tk.bench.timing import Plan
+from tfla_tk.bench.usage import UsageError
 from tfla_tk.bench.variants import find_variants
 from tfla_tk.build import BuildError
 
@@ -22,6 +23,7 @@ REPORT = {
     "torch_sees_gpu": False,
     "nvcc": {"error": "no usable nvcc: looked everywhere\n  PATH: nothing", "remedy": "set CUDA_HOME"},
     "thunderkittens": {"error": "not found", "remedy": "set THUNDERKITTENS_ROOT"},
+    "prebuilt": {"kernels": 0},
     "libraries": {"triton": "3.7.1", "mlstm_kernels": None, "fla-core": None},
 }
 
@@ -142,7 +144,8 @@ def test_mlstm_gets_the_offsets_of_packed_sequences(monkeypatch) -> None:
 def test_triton_says_that_it_has_no_variable_length(capsys) -> None:
     options = ("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN4", "--backends", "triton,reference")
     assert run(*options, "--quick") == 1
-    assert "triton:xl_chunk_64: unsupported: mlstm_kernels has no variable length" in capsys.readouterr().out
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "triton:xl_chunk_64: unsupported" in x]
+    assert "mlstm_kernels has no variable length" in line
 
 
 def test_a_state_that_crosses_packed_sequences_is_caught(monkeypatch, capsys) -> None:
@@ -241,6 +244,30 @@ def test_a_plot_that_cannot_be_written_is_told_before_the_run(monkeypatch, tmp_p
     monkeypatch.setattr(compare, "run_contest", pytest.fail)
     with pytest.raises(ValueError, match=r"plot: expected a file name with one of .*png.*, got .*rows.xyz"):
         run("--plot", str(tmp_path / "rows.xyz"))
+
+
+@pytest.mark.parametrize("option", ["json", "csv", "plot"])
+def test_a_missing_folder_is_told_before_the_run(option: str, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    path = tmp_path / "no such folder" / "rows.png"
+    message = f"--{option}: expected a writable file, got {path} .there is no folder {path.parent}"
+    with pytest.raises(UsageError, match=message):
+        run(f"--{option}", str(path))
+    assert not path.parent.exists()
+
+
+def test_names_that_are_close_to_known_ones(capsys) -> None:
+    for option, name, meant in (
+        ("--op", "chunk_gated_delta", "chunk_gated_delta_rule"),
+        ("--op", "gal", "gla"),
+        ("--pass", "fwdbw", "fwdbwd"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(option, name)
+        assert f"got {name!r} (did you mean {meant!r}?)" in capsys.readouterr().err
+    for name, meant in (("tirton", "triton"), ("reference:recurent", "reference:recurrent")):
+        with pytest.raises(UsageError, match=rf"^--backends: .+ got '{name}' \(did you mean '{meant}'\?\)"):
+            run("--backends", name)
 
 
 def test_public_functions_are_names_of_operators() -> None:
@@ -402,10 +429,15 @@ def test_nothing_is_missing_where_all_is_there(monkeypatch) -> None:
         "torch_sees_gpu": True,
         "nvcc": {},
         "thunderkittens": {},
+        "prebuilt": {"kernels": 0},
         "libraries": dict.fromkeys(REPORT["libraries"], "1.0"),
     }
     monkeypatch.setattr(doctor, "report", lambda: full)
     monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert environment.missing() == []
+    monkeypatch.setattr(doctor, "report", lambda: full | {"nvcc": REPORT["nvcc"]})
+    assert [line.partition(",")[0] for line in environment.missing()] == ["no nvcc"]
+    full["prebuilt"] = {"kernels": 1}
     assert environment.missing() == []
     monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(environment.torch.cuda, "get_device_name", lambda: "NVIDIA A100")

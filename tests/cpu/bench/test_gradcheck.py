@@ -90,7 +90,7 @@ def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
 
 
 def test_the_forms_of_the_reference_and_the_op_pass(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "new" / "errors.json"
+    path = tmp_path / "errors.json"
     cases = "default,normal+last,extreme+initial+last"
     options = ["--op", "mlstm_exp,mlstm_sig", *SMALL, "--cases", cases, "--json", str(path)]
     assert main(["gradcheck", *options]) == 0

@@ -271,6 +271,7 @@ def test_readme_without_its_markers_is_left_alone(
 
 
 def test_readme_command(tmp_path: Path, rows, make_row, capsys) -> None:
+    pytest.importorskip("matplotlib")
     write(tmp_path / "h200.json", [*rows, make_row("tk", 0.45)])
     (tmp_path / "README.md").write_text(f"{readme.SUMMARY_BEGIN}\n{readme.SUMMARY_END}\n")
     (tmp_path / "results.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
@@ -279,49 +280,62 @@ def test_readme_command(tmp_path: Path, rows, make_row, capsys) -> None:
     assert main(command) == 0 and capsys.readouterr().out.count("up to date") == 2
     assert "### mLSTM" in (tmp_path / "results.md").read_text()
     summary = (tmp_path / "README.md").read_text()
-    assert "| mLSTM, exponential input gate | forward |" in summary and "###" not in summary
+    assert f"]({readme.FIGURE})" in summary and "NVIDIA H200, commit abc" in summary
+    assert (tmp_path / readme.FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
-def sizes_of(shape: Shape) -> tuple[int, ...]:
-    return shape.B, shape.T, shape.H, shape.K, shape.V
-
-
-def test_summary_has_its_own_order(make_row) -> None:
-    known = [entry for entry in readme.SUMMARY if entry[0] in results.OPS]
-    rows = [
-        make_row(
-            backend, ms, op=op, shape=dict(zip("BTHKV", sizes_of(shape), strict=True)), **{"pass": which}
-        )
-        for op, which, shape in known
+def contests(make_row, entries, **changes):
+    """tk and two baselines, the faster one 4 times as slow."""
+    return [
+        make_row(backend, ms, op=op, shape=shape.as_dict(), **{"pass": which}, **changes)
+        for op, shape in entries
+        for which in ("fwdbwd", "fwd")
         for backend, ms in (("tk", 0.5), ("triton:a", 4.0), ("triton:b", 2.0))
     ]
-    text = readme.render_summary(rows[::-1])
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
-    assert [cells[:2] for cells in lines] == [
-        [report.TITLES[op], report.PASS_TITLES[which]] for op, which, _ in known
+
+
+def test_the_headline_has_its_own_order(make_row) -> None:
+    found = readme.headline(contests(make_row, readme.HEADLINE)[::-1])
+    assert [(pair.shown["op"], results.shape_of(pair.shown), pair.shown["pass"]) for pair in found] == [
+        (*entry, which) for entry in readme.HEADLINE for which in ("fwd", "fwdbwd")
     ]
-    assert len({op for op, *_ in known}) == 5  # every family
-    assert all(cells[4:8] == ["0.5", "2", "b", "4.00x"] for cells in lines)
+    assert len({op for op, _ in readme.HEADLINE}) == 5  # every family
+    assert all(pair.speed_up == 4 and pair.theirs["backend"] == "triton:b" for pair in found)
 
 
-def test_summary_of_two_gpus_shows_the_last_one(tmp_path: Path, make_row) -> None:
-    def contest(gpu: str, ms: float):
-        return [make_row(name, ms, gpu=gpu, run=gpu) for name in ("tk", "triton:a")]
-
-    path = tmp_path / "README.md"
-    path.write_text(f"{readme.SUMMARY_BEGIN}\n{readme.SUMMARY_END}\n{readme.BEGIN}\n{readme.END}\n")
-    rows, more = contest("NVIDIA H200", 0.5), contest("NVIDIA H100 80GB HBM3", 0.75)
-    assert readme.update(path, rows, more)
-    summary, tables = path.read_text().split(readme.SUMMARY_END)
-    assert "| H100 | 0.75 |" in summary and "H200" not in summary
-    assert "NVIDIA H200" in tables and "H100" not in tables
+def test_the_headline_is_of_one_gpu_and_one_commit(make_row) -> None:
+    """That with the most of it, of several the latest."""
+    few = contests(make_row, readme.HEADLINE[:2], commit="few", run="few", date="2026-11-29T10:00:00Z")
+    old = contests(make_row, readme.HEADLINE[1:4], commit="old", run="old")
+    late = contests(make_row, readme.HEADLINE[1:4], commit="late", run="late", date="2026-11-21T10:00:00Z")
+    other = contests(make_row, readme.HEADLINE[1:3], commit="late", run="other", gpu="NVIDIA H100 80GB HBM3")
+    found = readme.headline([*late, *few, *old, *other])
+    assert len(found) == 6
+    assert {(pair.shown["commit"], pair.shown["gpu"]) for pair in found} == {("late", "NVIDIA H200")}
 
 
-def test_summary_shows_contests_on_the_default_inputs_alone(make_row) -> None:
+def test_the_headline_shows_contests_on_the_default_inputs_alone(make_row) -> None:
     alone = [make_row("tk", 0.5), make_row("triton:a", 2.0, run="run-b")]
     other = [make_row(backend, 1.0, layout="bsnd") for backend in ("tk", "triton:a")]
     half = [make_row(backend, 1.0, dtype="fp16") for backend in ("tk", "triton:a")]
-    assert readme.render_summary([*alone, *other, *half]) == "No results are on record yet."
+    shape = {"B": 1, "T": 8192, "H": 8, "K": 256, "V": 512, "layers": 1, "width": 4096}
+    model = [
+        make_row(name, op="model_step", shape=shape, tflops=None, gbps=None, **{"pass": "train"})
+        for name in ("tk", "triton")
+    ]
+    rows = [*alone, *other, *half, *model]
+    assert readme.headline(rows) == [] and readme.render_summary(rows) == "No results are on record yet."
+
+
+def test_the_figure_has_a_bar_per_speed_up(tmp_path: Path, make_row) -> None:
+    pytest.importorskip("matplotlib")
+    plots.write_speed_ups(tmp_path / "speedups.svg", readme.headline(contests(make_row, readme.HEADLINE[:2])))
+    text = (tmp_path / "speedups.svg").read_text()
+    assert text.count("<!--  4.0x (0.5 ms, b 2 ms) -->") == 4
+    for title in ("16 heads of 128/256", "8 heads of 256/512", "forward", "forward + backward"):
+        assert text.count(f"<!-- {title} -->") == 1
+    with pytest.raises(ValueError, match="at least one speed-up"):
+        plots.write_speed_ups(tmp_path / "none.svg", [])
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
@@ -362,41 +376,6 @@ def test_a_plot_has_a_panel_per_dtype_and_conditions(tmp_path: Path, make_row) -
     title = "mLSTM, exponential input gate, forward"
     for panel in ("bf16", "fp16", "bf16, layout bsnd"):
         assert text.count(f"<!-- {title}, {panel} -->") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ((), ["mlstm_exp 8192", "mlstm_sig 8192", "mlstm_exp 8192 fwdbwd"]),
-        (
-            ("--shapes", "sweep"),
-            ["mlstm_exp 512", "mlstm_exp 8192", "mlstm_sig 8192", "mlstm_exp 8192 fwdbwd"],
-        ),
-        (("--pass", "fwd", "--op", "mlstm_exp"), ["mlstm_exp 8192"]),
-        (("--dtype", "fp16", "--op", "mlstm_sig"), []),
-        (("--dtype", "bf16", "--op", "mlstm_sig"), ["mlstm_sig 8192"]),
-    ],
-)
-def test_plot_command_draws_what_was_chosen(tmp_path, make_row, monkeypatch, options, expected) -> None:
-    rows = [
-        at_length(make_row, 512),
-        make_row(),
-        make_row(layout="bsnd"),
-        make_row(forget_bias=12.0),
-        make_row(op="mlstm_sig"),
-        make_row(**{"pass": "fwdbwd"}),
-    ]
-    write(tmp_path / "h200.json", rows)
-    drawn: list[str] = []
-
-    def note(path: Path, chosen) -> None:
-        for row in chosen:
-            assert results.is_plain(row)
-            drawn.append(f"{row['op']} {row['shape']['T']} {row['pass']}".removesuffix(" fwd"))
-
-    monkeypatch.setattr(plots, "write_plot", note)
-    assert main(["plot", str(tmp_path / "h200.json"), str(tmp_path / "rows.png"), *options]) == 0
-    assert drawn == expected
 
 
 def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tfla_tk.build import Instance, sources
+from tfla_tk.build import Instance, Launcher, builder, compiler, sources
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -21,17 +25,8 @@ case "$1" in
 esac
 """
 
-TOY_KERNEL = """
-#include "common/params.h"
-#include "config.cuh"
-// a template's static: shared between modules unless their symbols are their own
-template <typename T> struct Constant { static inline int value = ANSWER; };
-__global__ void toy(float* out) { out[threadIdx.x] = ANSWER + out[threadIdx.x]; }
-int answer() { toy<<<1, 32>>>(nullptr); return Constant<int>::value; }
-"""
-
 # of the family, of a folder below it, of one beside it, of all families, of CUDA, and under a condition
-TOY_CONFIG = """
+TOY_KERNEL = """
 #pragma once
 #include "parts/part.cuh"
 #include "cuda_runtime.h"
@@ -40,36 +35,37 @@ TOY_CONFIG = """
 #ifdef NEVER
 #include "parts/conditional.cuh"
 #endif
+namespace tfla_tk::toy {
+template <int kAdds> __global__ void toy_kernel(float* out) { out[threadIdx.x] += kAdds; }
+}  // namespace tfla_tk::toy
+"""
+
+# a template's static would be shared between libraries, were their symbols not their own
+TOY_LAUNCHES = """
+#include "toy/answer.h"
+#include "toy/kernel.cuh"
+template <typename T> struct Constant { static inline int value = ANSWER; };
+int answer() { return Constant<int>::value; }
 """
 
 TOY_BINDINGS = """
-// Python's own interface: the headers of pybind11 take ten seconds to compile
-#include <Python.h>
 #include <cuda.h>
-#include "common/params.h"
-static PyObject* answer_(PyObject*, PyObject*) { return PyLong_FromLong(answer()); }
-static PyObject* encode(PyObject*, PyObject*) {
-    return PyLong_FromLong(cuTensorMapEncodeTiled(
+#include "common/launcher.h"
+#include "toy/answer.h"
+using tfla_tk::Arguments;
+static std::vector<std::int64_t> answer_(Arguments&) { return {answer()}; }
+static std::vector<std::int64_t> encode(Arguments&) {
+    return {cuTensorMapEncodeTiled(
         nullptr, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 0, nullptr, nullptr, nullptr, nullptr, nullptr,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)};
 }
-static PyObject* error_text(PyObject*, PyObject*) {
-    const char* text = nullptr;
-    cuGetErrorString(CUDA_ERROR_INVALID_VALUE, &text);
-    return PyUnicode_FromString(text);
+const tfla_tk::Launcher* tfla_launcher() {
+    static const tfla_tk::Launcher launcher{
+        {{.name = "answer", .tell = &answer_}, {.name = "encode", .tell = &encode}},
+        {{"CHUNK", 64}, {"CODES.one", 1}}};
+    return &launcher;
 }
-static PyMethodDef methods[] = {{"answer", answer_, METH_NOARGS, nullptr},
-                                {"encode", encode, METH_NOARGS, nullptr},
-                                {"error_text", error_text, METH_NOARGS, nullptr},
-                                {}};
-// the module's name, a macro, in its own text and in the name of its first function
-#define TEXT_(name) #name
-#define TEXT(name) TEXT_(name)
-#define INIT_(name) PyInit_##name
-#define INIT(name) INIT_(name)
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, TEXT(TFLA_MODULE), nullptr, -1, methods};
-PyMODINIT_FUNC INIT(TFLA_MODULE)() { return PyModule_Create(&module); }
 """
 
 
@@ -96,32 +92,140 @@ def make_toolkit() -> Callable[..., Path]:
 
 @pytest.fixture
 def kernel_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A kernels/ directory with one toy kernel, in place of the real one."""
+    """A kernels/ directory with the toys in place of the real kernels."""
     root = tmp_path / "kernels"
     real = sources.kernels_root()
-    for folder in ("common", "scalar_gate/bindings", "toy/parts", "other"):
-        (root / folder).mkdir(parents=True)
-    for name in ("common/driver_shim.cpp", sources.COMMIT_FILE):
-        shutil.copy(real / name, root / name)
-    (root / "scalar_gate/bindings/forward.cpp").write_text(TOY_BINDINGS)
-    (root / "common/params.h").write_text("#pragma once\nint answer();\n")
-    (root / "toy/toy.cu").write_text(TOY_KERNEL)
-    (root / "common/deep.h").write_text("#pragma once\n")
-    (root / "common/unused.h").write_text("#pragma once\n")
-    (root / "toy/config.cuh").write_text(TOY_CONFIG)
-    (root / "toy/parts/part.cuh").write_text('#pragma once\n#include "../../other/shared.cuh"\n')
-    (root / "toy/parts/conditional.cuh").write_text("#pragma once\n")
-    (root / "toy/unused.cuh").write_text("#pragma once\n")
-    (root / "other/shared.cuh").write_text('#pragma once\n#include "shared.cuh"\n#include <vector>\n')
-    (root / "other/other.cu").write_text("\n")
+    shutil.copytree(real / "common", root / "common")
+    shutil.copy(real / sources.COMMIT_FILE, root / sources.COMMIT_FILE)
+    files = {
+        "common/deep.h": "#pragma once\n",
+        "common/unused.h": "#pragma once\n",
+        "toy/answer.h": "#pragma once\nint answer();\n",
+        "toy/bindings.cpp": TOY_BINDINGS,
+        "toy/kernel.cuh": TOY_KERNEL,
+        "toy/launches.cu": TOY_LAUNCHES,
+        "toy/parts/conditional.cuh": "#pragma once\n",
+        "toy/parts/part.cuh": '#pragma once\n#include "../../other/shared.cuh"\n',
+        "toy/unused.cuh": "#pragma once\n",
+        "other/shared.cuh": '#pragma once\n#include "shared.cuh"\n#include <vector>\n',
+        "other/other.cu": "\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     monkeypatch.setattr(sources, "kernels_root", lambda: root)
     return root
 
 
+def toy_launcher(answer: int) -> Launcher:
+    defines = (("ANSWER", str(answer)),)
+    return Launcher(f"toy_{answer}", "toy/launches.cu", "toy/bindings.cpp", defines, ("CHUNK",))
+
+
+def toy_instance(adds: int, kernel: str = "toy_kernel") -> Instance:
+    return Instance(f"adds_{adds}", toy_launcher(1), "toy/kernel.cuh", (f"{kernel}<{adds}>",), "toy", "bf16")
+
+
+@pytest.fixture
+def launcher() -> Launcher:
+    """The launcher that answers 1."""
+    return toy_launcher(1)
+
+
 @pytest.fixture
 def toy() -> Instance:
-    """The instance of the toy kernel that answers 1."""
-    return Instance("toy_1", "toy/toy.cu", (("ANSWER", "1"),))
+    """The kernel that adds 1."""
+    return toy_instance(1)
+
+
+@pytest.fixture
+def toys() -> list[Instance]:
+    """Kernels of one launcher that add 1, 2 and 3."""
+    return [toy_instance(adds) for adds in (1, 2, 3)]
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not loaded or compiled anything yet."""
+    for name, empty in (("_launchers", {}), ("_attached", {}), ("_files", {}), ("_loaded_files", set())):
+        monkeypatch.setattr(builder, name, empty)
+    monkeypatch.setattr(builder, "_extension", functools.cache(builder._extension.__wrapped__))
+
+
+class FakeCompiler:
+    """Stands for nvcc: writes files that tell what they are made of.
+
+    Attributes:
+        compiled: What each process made, in the order of their ends.
+        most: Processes at a time.
+        log: What ptxas says of the source of a cubin.
+        wait_for: As many have to run at a time before one of them ends.
+        seconds: That each of them takes.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.most, self.wait_for, self.seconds = 0, 1, 0.0
+        self.log: Callable[[str], str] = lambda source: ""
+        self._running = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, command: Sequence[str], what: str) -> str:
+        with self._changed:
+            self._running += 1
+            self.most = max(self.most, self._running)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.most >= self.wait_for, timeout=30)
+        time.sleep(self.seconds)
+        with self._changed:
+            self._running -= 1
+            self.compiled.append(what)
+        Path(command[command.index("-o") + 1]).write_text(what)
+        if "-cubin" not in command:
+            return ""
+        return self.log(Path(command[command.index("-cubin") + 1]).read_text())
+
+
+class FakeExtension:
+    """Stands for the extension: tells the constants of launchers, and notes which cubins are loaded."""
+
+    def __init__(self) -> None:
+        self.constants = {"CHUNK": 64, "CODES.one": 1}
+        self.loaded: list[Path] = []
+
+    def Library(self, path: str) -> SimpleNamespace:
+        assert Path(path).is_file()
+        return SimpleNamespace(constants=lambda: self.constants, functions=dict, load_kernels=self._load)
+
+    def _load(self, cubin: str) -> None:
+        if not Path(cubin).is_file():
+            raise RuntimeError("no such file")
+        self.loaded.append(Path(cubin))
+
+
+@pytest.fixture
+def fake_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+    isolated_environment: Path,
+    kernel_sources: Path,
+    toolchain: Toolchain,
+    kittens: ThunderKittens,
+    nothing_loaded: None,
+) -> FakeCompiler:
+    """In the place of nvcc and ThunderKittens."""
+    fake = FakeCompiler()
+    monkeypatch.setattr(compiler, "_run", fake)
+    monkeypatch.setattr(builder, "find_toolchain", lambda: toolchain)
+    monkeypatch.setattr(builder, "find_thunderkittens", lambda clone=True: kittens)
+    return fake
+
+
+@pytest.fixture
+def fake_extension(fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> FakeExtension:
+    """In the place of what the compiler makes of the extension."""
+    fake = FakeExtension()
+    monkeypatch.setattr(builder, "_extension", lambda: fake)
+    return fake
 
 
 @pytest.fixture

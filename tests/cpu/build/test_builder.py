@@ -1,20 +1,24 @@
-"""Modules compiled by the nvcc of this machine, with no GPU and no driver: skipped where there is no nvcc."""
+"""What is compiled together and side by side, and what is told of it; some by the nvcc of this machine."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tfla_tk import build, env
-from tfla_tk.build import BuildError, Built, Instance, builder, cache
+from tfla_tk.build import EXTENSION, BuildError, Built, CaptureError, Instance, Launcher, builder, cache
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.thunderkittens import ThunderKittens
 
-STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY: what the driver shim answers where there is no driver
+STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY: what a launcher answers where there is no driver
+SERIALISED = "ptxas info : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+SPILL = "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads"
 
 
 def has_driver() -> bool:
@@ -25,147 +29,239 @@ def has_driver() -> bool:
     return True
 
 
-def write_bytes(scratch: Path) -> tuple[Path, str]:
-    """Stands for a compiler whose output is no shared object."""
-    module = scratch / "toy_1.so"
-    module.write_bytes(b"no shared object")
-    return module, ""
-
-
 @pytest.fixture
 def nvcc(
     monkeypatch: pytest.MonkeyPatch,
     isolated_environment: Path,
     kernel_sources: Path,
     kittens: ThunderKittens,
+    nothing_loaded: None,
 ) -> None:
-    """The real nvcc, the toy kernel, an empty ThunderKittens, nothing loaded yet."""
+    """The real nvcc, the toys and an empty ThunderKittens."""
     try:
         found = build.find_toolchain()
     except BuildError as error:
         pytest.skip(error.reason.splitlines()[0])
     monkeypatch.setenv(env.NVCC.name, str(found.nvcc))
     monkeypatch.setenv(env.THUNDERKITTENS_ROOT.name, str(kittens.root))
-    monkeypatch.setattr(builder, "_loaded", {})
 
 
-def test_modules_of_one_source_load_side_by_side(nvcc: None, toy: Instance) -> None:
-    other = Instance("toy_2", toy.source, (("ANSWER", "2"),))
-    seen: list[Built] = []
-    built = build.ensure([toy, other], jobs=2, progress=seen.append)
-    assert [one.instance for one in built] == [toy, other]
-    assert {one.instance for one in seen} == {toy, other}
+@pytest.mark.slow
+def test_launchers_of_one_source_open_side_by_side(
+    nvcc: None, launcher: Launcher, toys: list[Instance]
+) -> None:
+    other = dataclasses.replace(launcher, name="toy_2", defines=(("ANSWER", "2"),))
+    built = build.ensure([EXTENSION, launcher, other, *toys])
     assert all(one.compiled and one.seconds > 0 for one in built)
-    assert build.parse_ptxas_log(built[0].ptxas_log)[0].registers > 0
+    kernels = [kernel for one in built for kernel in build.parse_ptxas_log(one.ptxas_log)]
+    assert len(kernels) == 3 and all(kernel.registers > 0 for kernel in kernels)
 
-    first, second = build.load(toy), build.load(other)
+    first, second = build.load(launcher), build.load(other)
     assert (first.answer(), second.answer(), first.answer()) == (1, 2, 1)
-    assert build.load(toy) is first
-    assert not any(one.compiled for one in build.ensure([toy, other]))
-
-    # the shim answers for the driver
+    assert build.load(launcher) is first
+    assert first.CODES == {"one": 1}
+    assert not any(one.compiled for one in build.ensure([EXTENSION, launcher, other, *toys]))
+    # a launcher answers for the driver, which alone takes machine code
     assert (first.encode() == STUB_LIBRARY) != has_driver()
-    assert first.error_text()
+    if not has_driver():
+        with pytest.raises(BuildError, match=r"adds_1\.cubin was built but does not load: "):
+            build.load(launcher, toys[0])
 
 
 def test_cubin_and_sass(nvcc: None, toy: Instance, tmp_path: Path) -> None:
-    result = build.compile_cubin(toy, tmp_path / "out")
-    assert result.cubin == tmp_path / "out/toy_1.cubin"
+    result = build.compile_instance(toy, tmp_path / "out")
+    assert result.cubin == tmp_path / "out/adds_1.cubin"
     assert result.seconds > 0
     build.check_ptxas_log(result.ptxas_log)
     if find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm")
     sass = build.disassemble(result.cubin)
-    assert "toy" in sass and "FADD" in sass
+    assert "toy_kernel" in sass and "FADD" in sass
 
 
-SPILL = """
-#include "common/params.h"
-__global__ void toy(float* out, int n) {
+SPILLS = """
+namespace tfla_tk::toy {
+template <int kAdds> __global__ void toy_kernel(float* out, int n) {
     float local[64];
     for (int j = 0; j < n; ++j) local[j % 64] = out[j];
-    out[threadIdx.x] = local[n % 64] + local[threadIdx.x % 64];
+    out[threadIdx.x] = local[n % 64] + local[threadIdx.x % 64] + kAdds;
 }
-int answer() { return ANSWER; }
+}  // namespace tfla_tk::toy
 """
 
 
-def test_a_kernel_with_a_stack_frame_is_refused(nvcc: None, kernel_sources: Path, toy: Instance) -> None:
-    (kernel_sources / "toy/toy.cu").write_text(SPILL)
-    with pytest.raises(BuildError, match=r"toy_1: ptxas reports\n.*256 bytes stack frame"):
-        build.load(toy)
-    assert [path.suffix for path in cache.modules_dir().iterdir()] == [".lock"]
-
-
-def test_such_a_kernel_is_built_where_the_gate_is_off(
-    nvcc: None, kernel_sources: Path, toy: Instance, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_that_spills_is_taken_with_a_warning(
+    nvcc: None, kernel_sources: Path, toy: Instance, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (kernel_sources / "toy/toy.cu").write_text(SPILL)
-    monkeypatch.setenv(env.PTXAS_GATE.name, "off")
-    assert build.load(toy).answer() == 1
-    monkeypatch.delenv(env.PTXAS_GATE.name)
-    monkeypatch.setattr(builder, "_loaded", {})
-    with pytest.raises(BuildError, match="stack frame"):
-        build.load(toy)
-
-
-def test_the_gate_is_on_or_off(toy: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(env.PTXAS_GATE.name, "0")
-    with pytest.raises(ValueError, match="TFLA_TK_PTXAS_GATE: expected on or off, got '0'"):
-        env.refuses_slow_kernels()
+    (kernel_sources / "toy/kernel.cuh").write_text(SPILLS)
+    with caplog.at_level(logging.WARNING, "tfla_tk"):
+        (built,) = build.ensure([toy])
+    assert built.files[toy].is_file()
+    assert "adds_1, compiled by nvcc " in caplog.text and "256 bytes stack frame" in caplog.text
 
 
 def test_a_compiler_error_is_quoted_and_the_rest_goes_on(
     nvcc: None, kernel_sources: Path, toy: Instance
 ) -> None:
     (kernel_sources / "other/other.cu").write_text("int answer() { return undeclared; }\n")
-    broken = dataclasses.replace(toy, name="broken", source="other/other.cu")
-    cache.find_or_build(toy, build.cache_key(toy), write_bytes)
+    broken = dataclasses.replace(toy, name="broken", header="other/other.cu")
     seen: list[Built] = []
-    with pytest.raises(BuildError, match="1 of 2 kernels were not built") as caught:
+    with pytest.raises(BuildError, match="1 compilations failed\nbroken: the compiler fails") as caught:
         build.ensure([broken, toy], progress=seen.append)
     assert "undeclared" in caught.value.reason
-    assert [one.instance for one in seen] == [toy]
+    assert [list(one.files) for one in seen] == [[toy]]
 
 
-def test_a_missing_source_is_named(nvcc: None, toy: Instance, tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"toy/gone\.cu does not exist"):
-        build.compile_cubin(dataclasses.replace(toy, source="toy/gone.cu"), tmp_path)
+def test_what_a_call_takes_is_compiled_side_by_side(
+    fake_compiler: Any,
+    fake_extension: Any,
+    launcher: Launcher,
+    toys: list[Instance],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The extension, three files of the launcher and a cubin of each kernel."""
+    monkeypatch.setenv(env.JOBS.name, "7")
+    fake_compiler.wait_for = 7
+    module = build.load(launcher, *toys)
+    assert fake_compiler.most == 7
+    assert set(fake_compiler.compiled) >= {"adds_1", "adds_2", "adds_3", "toy_1: link"}
+    assert sorted(file.read_text() for file in fake_extension.loaded) == ["adds_1", "adds_2", "adds_3"]
+    assert build.load(launcher, *toys) is module and len(fake_extension.loaded) == 3
+
+
+def test_no_more_compilers_than_jobs(fake_compiler: Any, launcher: Launcher, toys: list[Instance]) -> None:
+    fake_compiler.wait_for, fake_compiler.seconds = 2, 0.05
+    build.ensure([EXTENSION, launcher, *(dataclasses.replace(toy, dtype=toy.name) for toy in toys)], jobs=2)
+    assert fake_compiler.most == 2 and len(fake_compiler.compiled) == 8
+
+
+def test_kernels_that_are_compiled_together_are_found_one_by_one(
+    fake_compiler: Any, fake_extension: Any, launcher: Launcher, toys: list[Instance]
+) -> None:
+    """And loaded once."""
+    (built,) = build.ensure(toys)
+    assert fake_compiler.compiled == ["3 kernels of toy_1"]
+    assert len({file.stat().st_ino for file in built.files.values()}) == 1
+    builder._files.clear()
+    build.load(launcher, toys[1])
+    build.load(launcher, *toys)
+    assert not [what for what in fake_compiler.compiled if what.startswith("adds")]
+    assert [file.read_text() for file in fake_extension.loaded] == ["3 kernels of toy_1"]
+
+
+def test_what_takes_long_is_told(
+    fake_compiler: Any,
+    fake_extension: Any,
+    launcher: Launcher,
+    toys: list[Instance],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """After two seconds, with how to have it done before."""
+    build.load(launcher, toys[0])
+    assert capfd.readouterr().err == ""
+    fake_compiler.seconds = 2.5
+    build.load(launcher, *toys[1:])
+    out, err = capfd.readouterr()
+    assert out == ""
+    for part in ("compiling 2 files for the first call", str(cache.modules_dir()), "`tfla-tk build`"):
+        assert part in err
+    assert err.endswith("compiled in 3 s\n") or err.endswith("compiled in 2 s\n")
+
+
+def serialise(source: str) -> str:
+    """ptxas serialises the second kernel alone."""
+    return SERIALISED if "toy_kernel<2>" in source else ""
+
+
+def test_a_serialised_kernel_is_refused_alone(
+    fake_compiler: Any, fake_extension: Any, launcher: Launcher, toys: list[Instance]
+) -> None:
+    """Also where it is compiled together with others."""
+    fake_compiler.log = serialise
+    seen: list[Built] = []
+    with pytest.raises(BuildError) as caught:
+        build.ensure(toys, progress=seen.append)
+    reason = caught.value.reason
+    assert "adds_2: nvcc 13.0.88; g++ 13 serialises its matrix products" in reason and SERIALISED in reason
+    assert "adds_1" not in reason and "adds_3" not in reason
+    assert [list(one.files) for one in seen] == [[toys[0]], [toys[2]]]
+    build.load(launcher, toys[0], toys[2])
+    with pytest.raises(BuildError, match=r"adds_2: .* serialises"):
+        build.load(launcher, toys[1])
+
+
+def test_the_remedy_for_a_serialised_kernel_is_one(
+    fake_compiler: Any,
+    fake_extension: Any,
+    launcher: Launcher,
+    toys: list[Instance],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_compiler.log = serialise
+    with pytest.raises(BuildError) as caught:
+        build.load(launcher, toys[1])
+    assert "set TFLA_TK_PTXAS_GATE=off" in caught.value.remedy
+    monkeypatch.setenv("TFLA_TK_PTXAS_GATE", "off")
+    build.load(launcher, toys[1])
+    assert [file.read_text() for file in fake_extension.loaded] == ["adds_2"]
+
+
+def test_the_gate_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.PTXAS_GATE.name, "0")
+    with pytest.raises(ValueError, match="TFLA_TK_PTXAS_GATE: expected on or off, got '0'"):
+        env.refuses_slow_kernels()
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(
-    nvcc: None, toy: Instance, monkeypatch: pytest.MonkeyPatch
+    fake_compiler: Any,
+    fake_extension: Any,
+    launcher: Launcher,
+    toys: list[Instance],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(builder, "_capturing", lambda: True)
-    with pytest.raises(BuildError, match="while a CUDA graph is being captured") as caught:
-        build.load(toy)
-    assert "before the capture" in caught.value.remedy
+    """What is compiled already loads; the rest does after the capture."""
+    build.ensure([EXTENSION, launcher, toys[0]])
+    known, caller = len(fake_compiler.compiled), threading.current_thread()
+    # other threads have other streams, which nothing captures
+    monkeypatch.setattr(builder, "_capturing", lambda: threading.current_thread() is caller)
+    build.load(launcher, toys[0])
+    with pytest.raises(CaptureError, match=r"adds_2 .* while a CUDA graph is being captured") as caught:
+        build.load(launcher, toys[1])
+    assert "before the capture" in caught.value.remedy and len(fake_compiler.compiled) == known
+    monkeypatch.setattr(builder, "_capturing", lambda: False)
+    build.load(launcher, toys[1])
 
 
-def test_an_entry_that_does_not_import_is_reported(nvcc: None, toy: Instance) -> None:
-    cache.find_or_build(toy, build.cache_key(toy), write_bytes)
-    with pytest.raises(BuildError, match="was built but does not import"):
-        build.load(toy)
+def test_a_cache_that_is_emptied_is_filled_again(
+    fake_compiler: Any, fake_extension: Any, launcher: Launcher, toys: list[Instance]
+) -> None:
+    """The call that finds it so fails, the next one does not."""
+    build.load(launcher, toys[0])
+    (built,) = build.ensure([toys[1]])
+    built.files[toys[1]].unlink()
+    with pytest.raises(BuildError, match="was built but does not load"):
+        build.load(launcher, toys[1])
+    build.load(launcher, toys[1])
+    assert [file.read_text() for file in fake_extension.loaded] == ["adds_1", "adds_2"]
 
 
-def test_an_interrupt_begins_no_further_compilation(monkeypatch: pytest.MonkeyPatch, toy: Instance) -> None:
-    begun: list[Instance] = []
-    running_ends = threading.Event()
+def test_a_library_that_is_none_is_reported(
+    fake_compiler: Any, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BuildError, match=f"{EXTENSION}.* was built but does not import"):
+        build.load(launcher)
 
-    def build_one(instance: Instance, slots: object) -> Built:
-        begun.append(instance)
-        if len(begun) > 1:
-            running_ends.wait(timeout=10)
-        return Built(instance, Path("module"), "", True, 0.0)
 
+def test_an_interrupt_begins_no_further_compilation(fake_compiler: Any, toys: list[Instance]) -> None:
     def interrupt(built: Built) -> None:
-        threading.Timer(0.5, running_ends.set).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(builder, "_timed_build", build_one)
+    fake_compiler.seconds = 0.2
     with pytest.raises(KeyboardInterrupt):
-        build.ensure([dataclasses.replace(toy, name=f"toy{n}") for n in range(6)], 1, interrupt)
-    assert len(begun) <= 2
+        build.ensure(
+            [dataclasses.replace(toys[0], name=f"toy{n}", dtype=f"{n}") for n in range(6)], 1, interrupt
+        )
+    assert len(fake_compiler.compiled) <= 2
 
 
 @pytest.mark.parametrize("jobs", [0, -1])

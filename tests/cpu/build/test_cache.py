@@ -1,4 +1,4 @@
-"""Compiled modules are kept under a key of all that made them, verified when read and published whole."""
+"""Compiled files are kept under a key of all that made them, verified when read and published whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from typing import Any
 
 import pytest
 
-from tfla_tk.build import BuildError, Instance, all_instances, cache, sources
+from tfla_tk.build import (
+    EXTENSION,
+    BuildError,
+    Instance,
+    Launcher,
+    all_instances,
+    cache,
+    shipped_launchers,
+    sources,
+)
+from tfla_tk.build.cache import Artifact, Entry
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -27,16 +37,20 @@ KEY = "0" * 32
 
 
 class Compiler:
-    """Writes a module's bytes and counts its calls."""
+    """Writes a file and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, scratch: Path) -> tuple[Path, str]:
+    def __call__(self, missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
         self.calls += 1
-        module = scratch / "toy.so"
-        module.write_bytes(b"module" * 100)
-        return module, "log"
+        file = scratch / f"{cache.name_of(missing[0])}.cubin"
+        file.write_bytes(b"code" * 100)
+        return file, "log"
+
+
+def find_or_build(artifact: Artifact, key: str, compile_into: Callable[..., tuple[Path, str]]) -> Entry:
+    return cache.find_or_build({artifact: key}, compile_into)[artifact]
 
 
 @pytest.fixture
@@ -48,43 +62,64 @@ def edit(path: Path) -> None:
     path.write_text(path.read_text() + "// changed")
 
 
-# each edit changes one thing that the compiled module depends on
-EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
-    "name": lambda a, root, mp: a.update(instance=dataclasses.replace(a["instance"], name="other")),
-    "define": lambda a, root, mp: a.update(
-        instance=dataclasses.replace(a["instance"], defines=(("ANSWER", "2"),))
-    ),
-    "kernel": lambda a, root, mp: (root / "toy/toy.cu").write_text("changed"),
-    "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
-    "header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
-    "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
-    "header of a header": lambda a, root, mp: edit(root / "common/deep.h"),
-    "header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
-    "header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
-    "lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
-    "shared header": lambda a, root, mp: (root / "common/params.h").write_text("changed"),
-    "bindings": lambda a, root, mp: (root / "scalar_gate/bindings/forward.cpp").write_text("changed"),
-    "driver shim": lambda a, root, mp: (root / "common/driver_shim.cpp").write_text("changed"),
+# by what is compiled, each edit changes one thing that it depends on
+COMMON: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], object]] = {
     "ThunderKittens": lambda a, root, mp: a.update(
         kittens=dataclasses.replace(a["kittens"], identity="other")
     ),
-    "compiler": lambda a, root, mp: a.update(
+    "a define": lambda a, root, mp: a.update(artifact=with_define(a["artifact"])),
+    "the kernels' header": lambda a, root, mp: edit(root / "toy/kernel.cuh"),
+    "a header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
+    "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
+    "a header of a header": lambda a, root, mp: edit(root / "common/deep.h"),
+    "a header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
+    "a header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
+    "a lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
+}
+OF_THE_MACHINE: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], object]] = {
+    "the compiler": lambda a, root, mp: a.update(
         toolchain=dataclasses.replace(a["toolchain"], identity="nvcc 13.1")
     ),
-    "flags": lambda a, root, mp: mp.setattr(cache, "DEVICE_FLAGS", (*cache.DEVICE_FLAGS, "-G")),
     "nvcc's environment": lambda a, root, mp: mp.setenv("NVCC_APPEND_FLAGS", "-G"),
-    "ptxas gate": lambda a, root, mp: mp.setenv("TFLA_TK_PTXAS_GATE", "off"),
-    "Python's ABI": lambda a, root, mp: mp.setattr(sysconfig, "get_config_var", lambda name: "cpython-999"),
-    "pybind11": lambda a, root, mp: mp.setattr(cache.pybind11, "__version__", "0"),
+    "the gate": lambda a, root, mp: mp.setenv("TFLA_TK_PTXAS_GATE", "off"),
+}
+EDITS = {
+    "instance": COMMON
+    | OF_THE_MACHINE
+    | {
+        "the kernels": lambda a, root, mp: a.update(
+            artifact=dataclasses.replace(a["artifact"], kernels=("toy_kernel<9>",))
+        ),
+        "flags": lambda a, root, mp: mp.setattr(cache, "DEVICE_FLAGS", (*cache.DEVICE_FLAGS, "-G")),
+    },
+    "launcher": COMMON
+    | OF_THE_MACHINE
+    | {
+        "the launches": lambda a, root, mp: edit(root / "toy/launches.cu"),
+        "the bindings": lambda a, root, mp: edit(root / "toy/bindings.cpp"),
+        "what all launchers have": lambda a, root, mp: edit(root / "common/loaded_kernels.cpp"),
+        "flags": lambda a, root, mp: mp.setattr(cache, "LAUNCHER_FLAGS", (*cache.LAUNCHER_FLAGS, "-G")),
+    },
+    "extension": OF_THE_MACHINE
+    | {
+        "its source": lambda a, root, mp: edit(root / "common/launcher_module.cpp"),
+        "pybind11": lambda a, root, mp: mp.setattr(cache.pybind11, "__version__", "0"),
+        "Python's ABI": lambda a, root, mp: mp.setattr(
+            sysconfig, "get_config_var", lambda name: "cpython-999"
+        ),
+    },
 }
 
 
-# not in the key of the sources
-OF_THE_MACHINE = {"compiler", "nvcc's environment", "ptxas gate", "Python's ABI", "pybind11"}
+def with_define(artifact: Any) -> Any:
+    if isinstance(artifact, Instance):
+        return dataclasses.replace(artifact, launcher=with_define(artifact.launcher))
+    return dataclasses.replace(artifact, defines=(("ANSWER", "9"),))
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("kind", "edit"), [(kind, edit) for kind, edits in EDITS.items() for edit in edits])
 def test_the_key_changes_with(
+    kind: str,
     edit: str,
     isolated_environment: Path,
     kernel_sources: Path,
@@ -93,16 +128,18 @@ def test_the_key_changes_with(
     kittens: ThunderKittens,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments: dict[str, Any] = {"instance": toy, "toolchain": toolchain, "kittens": kittens}
+    """What is of the machine alone is not in the key of the sources: a wheel's kernels serve any machine."""
+    artifact = {"instance": toy, "launcher": toy.launcher, "extension": EXTENSION}[kind]
+    arguments: dict[str, Any] = {"artifact": artifact, "toolchain": toolchain, "kittens": kittens}
 
     def source_key() -> str:
-        return cache.source_key(arguments["instance"], arguments["kittens"])
+        return cache.source_key(arguments["artifact"], arguments["kittens"].identity)
 
     before, of_sources = cache.cache_key(**arguments), source_key()
     assert before == cache.cache_key(**arguments)
-    EDITS[edit](arguments, kernel_sources, monkeypatch)
+    EDITS[kind][edit](arguments, kernel_sources, monkeypatch)
     assert cache.cache_key(**arguments) != before
-    assert (source_key() == of_sources) == (edit in OF_THE_MACHINE)
+    assert (source_key() == of_sources) == (edit in OF_THE_MACHINE or edit == "pybind11")
 
 
 def test_the_key_ignores_other_families_and_places(
@@ -113,23 +150,26 @@ def test_the_key_ignores_other_families_and_places(
     kittens: ThunderKittens,
 ) -> None:
     before = cache.cache_key(toy, toolchain, kittens)
-    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "common/unused.h"):
+    for name in (
+        "other/other.cu",
+        "toy/unused.cuh",
+        "toy/parts/new.cuh",
+        "common/unused.h",
+        "toy/launches.cu",
+    ):
         (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
 
 
 def test_the_key_follows_every_include_of_the_kernels() -> None:
-    """Each instance's files are those that the compiler opens, but for what lies outside kernels/."""
+    """What is compiled depends on the files that the compiler opens, but for what lies outside kernels/."""
     root = sources.kernels_root()
-    for instance in all_instances():
-        found = {name for name, _ in cache._source_digests(instance)}
-        assert {
-            instance.source,
-            instance.bindings,
-            "common/driver_shim.cpp",
-        } <= found
-        assert f"{instance.source.split('/')[0]}/bindings/params.h" in found
+    begun = {instance.header for instance in all_instances()}
+    begun |= {file for launcher in shipped_launchers() for file in (launcher.source, launcher.bindings)}
+    for file in begun:
+        found = {name for name, _ in cache._source_digests((file,))}
+        assert file in found
         for name in found:
             quoted = re.findall(r'#include "([^"]+)"', (root / name).read_text(encoding="utf-8"))
             for included in quoted:
@@ -141,30 +181,53 @@ def test_the_key_follows_every_include_of_the_kernels() -> None:
 def test_an_include_that_cannot_be_followed_is_refused(
     kernel_sources: Path, toy: Instance, toolchain: Toolchain, kittens: ThunderKittens
 ) -> None:
-    (kernel_sources / "toy/config.cuh").write_text("#include CONFIG_OF_THE_DAY\n")
-    with pytest.raises(
-        BuildError, match=r"config\.cuh: the include of 'CONFIG_OF_THE_DAY' cannot be followed"
-    ):
+    (kernel_sources / "toy/parts/part.cuh").write_text("#include CONFIG_OF_THE_DAY\n")
+    with pytest.raises(BuildError, match=r"part\.cuh: the include of 'CONFIG_OF_THE_DAY' cannot be followed"):
         cache.cache_key(toy, toolchain, kittens)
-    (kernel_sources / "toy/toy.cu").unlink()
-    with pytest.raises(BuildError, match=r"the kernel source .*toy\.cu cannot be read"):
+    (kernel_sources / "toy/kernel.cuh").unlink()
+    with pytest.raises(BuildError, match=r"the kernel source .*kernel\.cuh cannot be read"):
         cache.cache_key(toy, toolchain, kittens)
 
 
 def test_an_entry_is_compiled_once_and_private(compiler: Compiler, toy: Instance) -> None:
-    first = cache.find_or_build(toy, KEY, compiler)
-    second = cache.find_or_build(toy, KEY, compiler)
+    first = find_or_build(toy, KEY, compiler)
+    second = find_or_build(toy, KEY, compiler)
     assert (first.built, second.built, compiler.calls) == (True, False, 1)
-    assert first.module == second.module
+    assert first.file == second.file
     assert (first.ptxas_log, second.ptxas_log) == ("log", "log")
     assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
     assert not list(cache.modules_dir().glob(".*"))
 
 
+def test_what_is_missing_is_compiled_together(compiler: Compiler, toys: list[Instance]) -> None:
+    """To one file, and each is found by itself afterwards."""
+    keys = {toy: f"{n}" * 32 for n, toy in enumerate(toys)}
+    alone = find_or_build(toys[1], keys[toys[1]], compiler)
+    found = cache.find_or_build(dict(keys), compiler)
+    assert compiler.calls == 2
+    assert [found[toy].built for toy in toys] == [True, False, True]
+    assert found[toys[0]].file.samefile(found[toys[2]].file) and found[toys[1]].file == alone.file
+    for toy in toys:
+        assert cache.find_entry(toy, keys[toy]) == dataclasses.replace(found[toy], built=False)
+
+
+def test_what_another_process_has_compiled_meanwhile_stays(compiler: Compiler, toys: list[Instance]) -> None:
+    """It may be in use."""
+    keys = {toy: KEY for toy in toys}
+    meanwhile: list[Entry] = []
+
+    def compile_into(missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
+        meanwhile.append(find_or_build(toys[1], KEY, compiler))
+        return compiler(missing, scratch)
+
+    file = cache.find_or_build(dict(keys), compile_into)[toys[1]].file
+    assert file == meanwhile[0].file and file.name == "adds_2.cubin" and file.is_file()
+
+
 def test_a_lax_directory_is_made_private(compiler: Compiler, toy: Instance) -> None:
     cache.modules_dir().mkdir(parents=True, mode=0o755)
     cache.modules_dir().chmod(0o777)
-    cache.find_or_build(toy, KEY, compiler)
+    find_or_build(toy, KEY, compiler)
     assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
 
 
@@ -218,50 +281,49 @@ def test_kernels_of_a_cache_that_can_only_be_read_are_used(
 ) -> None:
     monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
     compiler = Compiler()
-    assert cache.find_or_build(toy, KEY, compiler).built and cache.check_cache()
+    assert find_or_build(toy, KEY, compiler).built and cache.check_cache()
     for folder in (cache.modules_dir(), of_nobody / "cache"):
         folder.chmod(0o500)
     assert not cache.check_cache()
-    assert not cache.find_or_build(toy, KEY, compiler).built
+    assert not find_or_build(toy, KEY, compiler).built
     with pytest.raises(BuildError, match=r"cannot be used: .*Permission denied"):
-        cache.find_or_build(toy, "1" * 32, compiler)
+        find_or_build(toy, "1" * 32, compiler)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated module": lambda module: module.write_bytes(module.read_bytes()[:100]),
-    "emptied module": lambda module: module.write_bytes(b""),
-    "altered module": lambda module: module.write_bytes(b"M" + module.read_bytes()[1:]),
-    "lost module": lambda module: module.unlink(),
-    "lost log": lambda module: (module.parent / cache.PTXAS_LOG).unlink(),
-    "truncated manifest": lambda module: (module.parent / cache.MANIFEST).write_text('{"key": '),
-    "manifest of another shape": lambda module: (module.parent / cache.MANIFEST).write_text("[]"),
-    "manifest of no file": lambda module: (module.parent / cache.MANIFEST).write_text(
-        json.dumps({"key": KEY, "module": module.name, "files": {}})
+    "truncated file": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "altered file": lambda file: file.write_bytes(b"M" + file.read_bytes()[1:]),
+    "lost file": lambda file: file.unlink(),
+    "lost log": lambda file: (file.parent / cache.PTXAS_LOG).unlink(),
+    "truncated manifest": lambda file: (file.parent / cache.MANIFEST).write_text('{"key": '),
+    "manifest of another shape": lambda file: (file.parent / cache.MANIFEST).write_text("[]"),
+    "manifest of no file": lambda file: (file.parent / cache.MANIFEST).write_text(
+        json.dumps({"key": KEY, "file": file.name, "files": {}})
     ),
-    "lost manifest": lambda module: (module.parent / cache.MANIFEST).unlink(),
+    "lost manifest": lambda file: (file.parent / cache.MANIFEST).unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_entry_is_compiled_again(damage: str, compiler: Compiler, toy: Instance) -> None:
-    module = cache.find_or_build(toy, KEY, compiler).module
-    whole = module.read_bytes()
-    DAMAGE[damage](module)
+    file = find_or_build(toy, KEY, compiler).file
+    whole = file.read_bytes()
+    DAMAGE[damage](file)
     assert cache.find_entry(toy, KEY) is None
-    assert cache.find_or_build(toy, KEY, compiler).built
-    assert module.read_bytes() == whole
+    assert find_or_build(toy, KEY, compiler).built
+    assert file.read_bytes() == whole
     assert compiler.calls == 2
 
 
 def test_a_failed_compilation_leaves_nothing_and_is_tried_again(compiler: Compiler, toy: Instance) -> None:
-    def fail(scratch: Path) -> tuple[Path, str]:
+    def fail(missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
         (scratch / "kernel.o").write_bytes(b"half")
         raise BuildError("the compiler fails")
 
     with pytest.raises(BuildError, match="the compiler fails"):
-        cache.find_or_build(toy, KEY, fail)
+        find_or_build(toy, KEY, fail)
     assert [path.suffix for path in cache.modules_dir().iterdir()] == [".lock"]
-    assert cache.find_or_build(toy, KEY, compiler).built
+    assert find_or_build(toy, KEY, compiler).built
 
 
 def test_a_file_in_place_of_the_cache_directory(
@@ -270,7 +332,7 @@ def test_a_file_in_place_of_the_cache_directory(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(BuildError, match=r"cache directory .*file.* cannot be used") as caught:
-        cache.find_or_build(toy, KEY, compiler)
+        find_or_build(toy, KEY, compiler)
     assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
     assert compiler.calls == 0
 
@@ -283,7 +345,7 @@ def test_an_unwritable_cache_directory(
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(BuildError, match="Permission denied") as caught:
-        cache.find_or_build(toy, KEY, compiler)
+        find_or_build(toy, KEY, compiler)
     assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
 
 
@@ -291,11 +353,11 @@ def test_a_cache_of_another_user_is_refused(
     compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # also where it holds the entry: its module is code that would be run
-    cache.find_or_build(toy, KEY, compiler)
+    find_or_build(toy, KEY, compiler)
     cache.modules_dir().chmod(0o777)  # root's is refused as well then
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(BuildError, match="belongs to user id") as caught:
-        cache.find_or_build(toy, KEY, compiler)
+        find_or_build(toy, KEY, compiler)
     assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
     assert compiler.calls == 1
 
@@ -306,38 +368,38 @@ def test_a_cache_that_cannot_be_written_serves(
     def refuse(path: Path, mode: int) -> None:
         raise OSError(30, "Read-only file system")
 
-    cache.find_or_build(toy, KEY, compiler)
+    find_or_build(toy, KEY, compiler)
     cache.modules_dir().chmod(0o755)
     monkeypatch.setattr(Path, "chmod", refuse)
-    assert not cache.find_or_build(toy, KEY, compiler).built
+    assert not find_or_build(toy, KEY, compiler).built
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a directory of root's")
 def test_a_cache_that_root_alone_writes_serves_others(
     compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.find_or_build(toy, KEY, compiler)
+    find_or_build(toy, KEY, compiler)
     cache.modules_dir().chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert not cache.find_or_build(toy, KEY, compiler).built
+    assert not find_or_build(toy, KEY, compiler).built
 
 
 # a process that builds KEY slowly and notes in the file it is given when its compiler starts
 BUILDER = """
 import sys, time
-from pathlib import Path
-from tfla_tk.build import Instance, cache
+from tfla_tk.build import Launcher, cache
 
-def compile_into(scratch):
+def compile_into(missing, scratch):
     with open(sys.argv[1], "a") as notes:
         notes.write("started\\n")
     time.sleep(float(sys.argv[2]))
-    module = scratch / "toy.so"
-    module.write_bytes(b"module")
-    return module, "log"
+    file = scratch / "toy.so"
+    file.write_bytes(b"code")
+    return file, "log"
 
-entry = cache.find_or_build(Instance("toy", "toy/toy.cu", ()), "0" * 32, compile_into)
-print(entry.built, entry.module)
+toy = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
+(entry,) = cache.find_or_build({toy: "0" * 32}, compile_into).values()
+print(entry.built, entry.file)
 """
 
 
@@ -370,7 +432,7 @@ def test_a_killed_process_releases_the_lock(
     wait_for(notes)
     builder.send_signal(signal.SIGKILL)
     builder.communicate(timeout=60)
-    toy = Instance("toy", "toy/toy.cu", ())
+    toy = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
     assert list(cache.modules_dir().glob(".*"))
-    assert cache.find_or_build(toy, KEY, compiler).built
+    assert find_or_build(toy, KEY, compiler).built
     assert not list(cache.modules_dir().glob(".*"))

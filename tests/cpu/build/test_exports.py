@@ -1,26 +1,14 @@
-"""A module that disagrees with Python about layout or codes is not loaded; stand-ins for compiled ones."""
+"""A launcher that disagrees with Python about layout or codes is not loaded; stand-ins for compiled ones."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build import BuildError, Instance, all_instances, builder
+from tfla_tk.build import BuildError, Launcher, instances, shipped_launchers
 from tfla_tk.build.exports import EXPECTED, check_exports
-from tfla_tk.build.instances import (
-    delta_rule,
-    delta_states,
-    mlstm_bwd,
-    mlstm_fwd,
-    mlstm_pass,
-    mlstm_sequence,
-    mlstm_step,
-)
-from tfla_tk.core import layout
 
 OTHERS = {
     "CHUNK": 128,
@@ -35,63 +23,43 @@ OTHERS = {
 }
 
 
-def module_of(instance: Instance, **changed: Any) -> ModuleType:
-    module = ModuleType(instance.name)
-    vars(module).update({name: EXPECTED[name] for name in instance.exports} | changed)
-    return module
-
-
-def test_what_python_expects() -> None:
-    assert (EXPECTED["CHUNK"], EXPECTED["MAX_SLICES"]) == (layout.CHUNK, layout.MAX_SLICES)
-    assert EXPECTED["DTYPES"] == {"float32": 0, "bfloat16": 1, "float16": 2}
-    assert EXPECTED.keys() == OTHERS.keys()
-
-
-def test_what_a_module_exports() -> None:
-    """All of them tell chunk and dtypes, mLSTM's anchors."""
-    for instance in all_instances():
-        assert {"CHUNK", "DTYPES"} <= set(instance.exports) <= EXPECTED.keys(), instance.name
-    shared = {"CHUNK", "ANCHOR_CHUNKS", "DTYPES"}
-    assert set(mlstm_fwd(64, 64).exports) == shared
-    assert set(mlstm_bwd().exports) == shared | {"ADDRESS_BITS"}
-    assert set(mlstm_pass("dq", 64, 64).exports) == shared | {"ADDRESS_BITS", "GRADIENTS"}
-    for instance in (delta_rule("forward", 64), delta_rule("backward", 64), delta_states(64)):
-        assert set(instance.exports) >= {"SEGMENT_CHUNKS", "ADDRESS_BITS"}
-    for instance in (mlstm_step(), mlstm_sequence(8)):
-        assert set(instance.exports) == shared | {"MAX_KEYS", "MAX_SLICES"}
+def test_every_number_of_both_halves_is_told_by_a_launcher() -> None:
+    told = {name for launcher in shipped_launchers() for name in launcher.exports}
+    assert told == EXPECTED.keys() == OTHERS.keys()
+    for launcher in shipped_launchers():
+        assert {"CHUNK", "DTYPES", "ADDRESS_BITS"} <= set(launcher.exports), launcher.name
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_module_that_disagrees(name: str) -> None:
-    for instance in (mlstm_fwd(64, 64), mlstm_pass("dv", 64, 64), mlstm_step()):
-        check_exports(instance, module_of(instance))
-        changed = module_of(instance, **{name: OTHERS[name]})
-        if name not in instance.exports:
-            check_exports(instance, changed)
+def test_a_launcher_that_disagrees_or_does_not_tell(name: str) -> None:
+    for launcher in (
+        instances.CHUNKWISE[False],
+        instances.CHUNKWISE[True],
+        instances.DECODING,
+        instances.DELTA_RULE,
+    ):
+        told = {name: EXPECTED[name] for name in launcher.exports}
+        check_exports(launcher, told)
+        if name not in launcher.exports:
+            check_exports(launcher, told | {name: OTHERS[name]})
             continue
         with pytest.raises(BuildError) as caught:
-            check_exports(instance, changed)
-        for part in (instance.name, f"{name} = {OTHERS[name]}", str(EXPECTED[name])):
+            check_exports(launcher, told | {name: OTHERS[name]})
+        for part in (launcher.name, f"{name} = {OTHERS[name]}", str(EXPECTED[name])):
             assert part in caught.value.reason
         assert "reinstall" in caught.value.remedy
+        del told[name]
+        with pytest.raises(BuildError, match=f"{name} = nothing, the Python package "):
+            check_exports(launcher, told)
 
 
-def test_a_module_that_lacks_one() -> None:
-    module = module_of(mlstm_fwd(64, 64))
-    del module.CHUNK
-    with pytest.raises(BuildError, match="CHUNK = nothing, the Python package 64"):
-        check_exports(mlstm_fwd(64, 64), module)
-
-
-def test_loading_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of another version is not kept; the right one is."""
-    instance = mlstm_fwd(64, 64)
-    found = [module_of(instance, CHUNK=128), module_of(instance)]
-    monkeypatch.setattr(builder, "_loaded", {})
-    monkeypatch.setattr(builder, "_build", lambda *args, **options: SimpleNamespace(module=Path("unused")))
-    monkeypatch.setattr(builder, "_import", lambda name, path: found[0])
+def test_loading_checks(
+    fake_compiler: Any, fake_extension: Any, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of another version is not kept; the right one is."""
+    fake_extension.constants["CHUNK"] = 128
     for _ in range(2):
         with pytest.raises(BuildError, match="CHUNK = 128, the Python package 64"):
-            build.load(instance)
-    del found[0]
-    assert build.load(instance) is found[0]
+            build.load(launcher)
+    fake_extension.constants["CHUNK"] = 64
+    assert build.load(launcher) is build.load(launcher)

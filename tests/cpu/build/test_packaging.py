@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import tfla_tk
 from tfla_tk import env
-from tfla_tk.build import BuildError, sources
+from tfla_tk._first import OLDEST_TORCH
+from tfla_tk.build import BuildError, all_instances, sources
+from tfla_tk.build.compiler import source_of
 
 ROOT = Path(__file__).parents[3]
 MAPPED = {"tfla_tk": "tfla_tk", "reference": "tfla_tk.reference", "bench": "tfla_tk.bench"}
@@ -28,6 +33,42 @@ def test_every_package_is_listed_in_pyproject() -> None:
     assert set(listed) == found | {"tfla_tk._kernels"}
 
 
+def found_from(folder: Path, *options: str) -> list[Path]:
+    """Where Python started in a folder finds tfla_tk.reference and tfla_tk.bench."""
+    script = (
+        f"import sys; sys.path[1:] = {sys.path}\n"
+        "import tfla_tk.reference, tfla_tk.bench\n"
+        "print(tfla_tk.reference.__file__, tfla_tk.bench.__file__)"
+    )
+    command = [sys.executable, *options, "-c", script]
+    found = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    return [Path(file).parent for file in found.split()]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The Python files of a checkout in a folder of their own."""
+    for top in MAPPED:
+        shutil.copytree(ROOT / top, tmp_path / top, ignore=shutil.ignore_patterns("__pycache__", "kernels"))
+    return tmp_path
+
+
+def test_reference_and_bench_in_a_checkout(copy: Path) -> None:
+    """Its tfla_tk/ comes before what is installed: nothing (-S reads no .pth file) or another one."""
+    beside = [copy / "reference", copy / "bench"]
+    assert found_from(copy, "-S") == beside
+    assert found_from(copy) == beside
+
+
+def test_reference_and_bench_of_a_wheel(copy: Path) -> None:
+    """What lies beside the package is of other people there."""
+    for top in ("reference", "bench"):
+        shutil.move(copy / top, copy / "tfla_tk" / top)
+        (copy / top).mkdir()
+        (copy / top / "__init__.py").write_text("raise AssertionError")
+    assert found_from(copy, "-S") == [copy / "tfla_tk/reference", copy / "tfla_tk/bench"]
+
+
 def test_one_version() -> None:
     """Of the package, of what is installed, and of what pyproject.toml builds."""
     config = pytest.importorskip("setuptools.config.pyprojecttoml")
@@ -36,8 +77,15 @@ def test_one_version() -> None:
     assert config.read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
 
 
-def test_the_readme_names_every_environment_variable() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_one_oldest_torch() -> None:
+    """Of the requirement, of the warning at import, and of what the README says."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}",' in (ROOT / "pyproject.toml").read_text()
+    assert f"PyTorch {oldest}, the first supported release" in (ROOT / "README.md").read_text()
+
+
+def test_the_docs_name_every_environment_variable() -> None:
+    text = (ROOT / "docs/install.md").read_text()
     assert [variable.name for variable in env.VARIABLES if f"`{variable.name}`" not in text] == []
 
 
@@ -63,8 +111,8 @@ def test_every_header_is_part_of_a_kernel() -> None:
     """What nothing includes would still be shipped, and change the key of every module."""
     included = {
         name.rsplit("/", 1)[-1]
-        for path in kernel_sources()
-        for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
+        for text in (source_of(all_instances()), *(path.read_text() for path in kernel_sources()))
+        for name in re.findall(r'#include "([^"]+)"', text)
     }
     headers = {path.name for path in kernel_sources() if path.suffix in {".cuh", ".h"}}
     assert headers <= included

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tfla_tk.build import BuildError, find_thunderkittens, sources
+from tfla_tk.build import BuildError, find_thunderkittens, sources, thunderkittens
 from tfla_tk.build.thunderkittens import cached_root
 
 
@@ -112,6 +113,21 @@ def test_offline_the_error_names_all_three_look_ups(
     for part in ("THUNDERKITTENS_ROOT", str(isolated_environment / "thunderkittens"), "git clone"):
         assert part in caught.value.reason
     assert sources.thunderkittens_commit() in caught.value.remedy
+
+
+def test_a_url_that_cannot_be_cloned_is_named_with_its_variable(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, url = "TFLA_TK_THUNDERKITTENS_URL", str(tmp_path / "nowhere")
+    monkeypatch.setenv(name, url)
+    with pytest.raises(BuildError, match=re.escape(f"{name}={url}: fatal: ")) as caught:
+        find_thunderkittens()
+    assert caught.value.remedy.startswith(f"correct or unset {name}; ")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(thunderkittens, "URL", url)
+    with pytest.raises(BuildError) as caught:
+        find_thunderkittens()
+    assert name not in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch, of_nobody: Path) -> None:

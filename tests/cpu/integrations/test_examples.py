@@ -1,9 +1,8 @@
-"""The examples at toy size, and the README's recipe as their code."""
+"""The examples at toy size."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,11 +77,12 @@ def test_as_scripts(mlstm_kernels: Any, name: str) -> None:
     assert done.returncode == 0 and "mLSTM layers on" in done.stdout, done.stderr[-2000:]
 
 
-def test_the_readme_shows_the_code_of_the_examples() -> None:
-    section = (ROOT / "README.md").read_text().partition("## xLSTM models\n")[2].partition("\n## ")[0]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    code = "\n".join(path.read_text() for path in EXAMPLES.glob("*.py"))
-    lines = [line.partition("  #")[0].strip() for line in block[1].splitlines()]
-    known = {line.strip() for line in code.splitlines()}
-    assert len(lines) > 5 and [line for line in lines if line and line not in known] == []
+@pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])
+def test_without_xlstm_they_say_what_to_install(name: str) -> None:
+    hidden = (
+        "import sys, runpy; sys.modules['xlstm'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", hidden, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1 and "pip install '.[xlstm]'" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""

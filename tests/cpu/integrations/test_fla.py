@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,41 @@ def test_a_module_that_has_got_hold_of_the_original(
     module.attention = fla_own.original(own("chunk_simple_gla"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert integration.accelerate() == ["another_model.attention"]
+
+
+LOADED_ANEW = """
+import importlib, sys
+import torch
+from tfla_tk.integrations import fla
+
+PLACE = "fla.ops.simple_gla.chunk.chunk_simple_gla"
+GATED = "fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule"
+first = set(fla.accelerate())
+q = torch.randn(1, 40, 2, 16)
+for _ in range(2):
+    module, gated = (importlib.reload(sys.modules[x.rpartition(".")[0]]) for x in (PLACE, GATED))
+    newest = [module.chunk_simple_gla]
+    assert not fla.is_accelerated("chunk_simple_gla") and not fla.is_accelerated()
+    assert set(fla.accelerate()) == {PLACE, GATED, "fla.ops.gated_delta_rule.chunk.chunk_gdn"}
+    assert fla.is_accelerated() and fla.accelerate() == []
+    for function in (module.chunk_simple_gla, sys.modules["fla.ops"].chunk_simple_gla):
+        function(q, q, q)
+        assert fla.last_path().backend == "reference"
+        fla._last = None
+    gated.chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0])
+    assert fla.last_path().backend == "reference"
+assert first <= set(fla.restore())
+assert module.chunk_simple_gla is newest[0]
+ours = [name for m in list(sys.modules.values()) for name, value in list(vars(m).items())
+        if name.startswith("chunk_") and hasattr(value, "tfla_tk_original")]
+assert not ours and not fla.is_accelerated("chunk_simple_gla") and fla.restore() == []
+"""
+
+
+def test_modules_of_fla_that_are_loaded_anew() -> None:
+    script = [sys.executable, "-W", "ignore", "-c", LOADED_ANEW]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_looks_like_the_original(accelerated: list[str]) -> None:

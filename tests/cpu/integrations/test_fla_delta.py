@@ -184,11 +184,45 @@ def test_tk_serves_or_says_why_not(
     assert path == integration.Path("chunk_gated_delta_rule", "fla", "head dims are K = 272, V = 32")
     told = [r.message for r in caplog.records if r.name == "tfla_tk"]
     assert told == ["chunk_gated_delta_rule is served by fla: head dims are K = 272, V = 32"]
-    # an argument that these kernels do not know
+
+
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_an_error_of_ours_is_raised(
+    tk_says: Callable[[Support], None], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a launch and by what prepares it; the next call is served. fla's dispatch takes whatever is raised
+    while it asks for a refusal."""
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    function = own("chunk_gated_delta_rule") if taken == "after" else function
     tk_says(SUPPORTED)
-    assert function(**x, **FLAGS, something=1) == ("fla's", None)
-    path = integration.last_path()
-    assert path is not None and path.backend == "fla" and "something" in path.reason
+
+    def fail(*args: Any) -> Any:
+        raise error
+
+    for place in ("delta_rule", "prepare_delta_rule"):
+        for error in (TypeError("ours"), ValueError("ours"), RuntimeError("ours")):
+            delta_rule._path.plans.clear()
+            with monkeypatch.context() as patch, pytest.raises(type(error), match="ours"):
+                patch.setattr(tk_delta, place, fail)
+                function(**x, **FLAGS)
+            delta_rule._path.plans.clear()
+            function(**x, **FLAGS)
+            assert integration.last_path() == integration.Path("chunk_gated_delta_rule", "tk")
+
+
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_fla_says_what_is_wrong_with_an_argument(tk_says: Callable[[Support], None], taken: str) -> None:
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    function = own("chunk_gated_delta_rule") if taken == "after" else function
+    tk_says(SUPPORTED)
+    with pytest.raises(ValueError, match="must be 16, 32, or 64 for Gated Delta Rule, got 48"):
+        function(**x, **FLAGS, chunk_size=48)
+    with pytest.raises(AssertionError, match="A_log must be provided"):
+        function(**x | {"A_log": None}, **FLAGS)
+    # one that it lets pass
+    assert function(**x | {"beta": x["beta"].long()}, **FLAGS) == ("fla's", None)
 
 
 @pytest.mark.parametrize("taken", ["before", "after"])

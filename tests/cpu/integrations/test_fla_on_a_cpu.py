@@ -90,9 +90,11 @@ def test_compiled_calls_have_no_graph_break(accelerated: list[str]) -> None:
     """fla's own function is kept out of torch.compile; what is in its place is not."""
     function, x = own("chunk_simple_gla"), draw_scalar_decay()
     q = x["q"].clone().requires_grad_()
-    o, _ = torch.compile(lambda q: function(q, x["k"], x["v"], x["g"]), backend="aot_eager", fullgraph=True)(
-        q
+    # with a keyword that fla ignores
+    compiled = torch.compile(
+        lambda q: function(q, x["k"], x["v"], x["g"], something=1), backend="aot_eager", fullgraph=True
     )
+    o, _ = compiled(q)
     o.sum().backward()
     torch.testing.assert_close(o, reference.simple_gla_recurrent(q, x["k"], x["v"], x["g"])[0])
     assert q.grad is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import reference
+from tfla_tk import reference, simple_gla
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla, installation
 from tfla_tk.core.support import SUPPORTED, Support
@@ -160,30 +160,48 @@ def test_a_refusal_is_remembered(
     expect("fla", 1)
 
 
-@pytest.mark.parametrize("name", SCALAR_DECAY)
-def test_refused_arguments_are_told_apart(
-    name: str, runs_fla: Own, tk_serves: Callable[[Support], None], accelerated: list[str]
+def test_what_could_not_be_built_is_tried_again(
+    runs_fla: Own, tk_serves: Callable[[Support], None], accelerated: list[str]
 ) -> None:
-    """Also where they are passed by place: what refuses one call does not refuse another."""
+    x = draw_scalar_decay()
+    for verdict, backend in ((Support(False, "the disk is full", failed=True), "fla"), (SUPPORTED, "tk")):
+        tk_serves(verdict)
+        call("chunk_simple_gla", x)
+        assert integration.last_path().backend == backend
+
+
+@pytest.mark.parametrize("place", ["simple_gla", "prepare_simple_gla"])
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+@pytest.mark.parametrize("name", SCALAR_DECAY)
+def test_an_error_of_ours_is_raised(
+    name: str,
+    error: type[Exception],
+    place: str,
+    runs_fla: Own,
+    tk_serves: Callable[[Support], None],
+    accelerated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a launch and by what prepares it, once the arguments are checked; the next call is served."""
+
+    def fail(*args: Any) -> Any:
+        raise error("ours")
+
     tk_serves(SUPPORTED)
-    x, layer = draw_scalar_decay(), (1, 4) if name == "chunk_lightning_attn" else ()
-    given = (x["q"], x["k"], x["v"], *layer)
-    function = own(name)
-    for _ in range(2):
-        assert function(*given, scale=0.5)[1] is None
-        assert integration.last_path().backend == "tk"
-        function(*given, scale=0.5, something=1)
-        assert "unexpected keyword" in integration.last_path().reason
-        function(*given, something=0.5, scale=1)
-        assert "unexpected keyword" in integration.last_path().reason
-        function(*given, scale=1)
-        assert integration.last_path().backend == "tk"
+    x = draw_scalar_decay()
+    with monkeypatch.context() as patch:
+        patch.setattr(tk_linear, place, fail)
+        for _ in range(2):
+            with pytest.raises(error, match="ours"):
+                call(name, x)
+    simple_gla._path.plans.clear()
+    call(name, x)
+    assert integration.last_path() == integration.Path(name, "tk") and runs_fla.calls == 0
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"something": 1}, "unexpected keyword argument 'something'"),
         ({"g_gamma": torch.zeros(2)}, "g_gamma: expected None where g is given"),
         ({"cu_seqlens": torch.tensor([0, 4.0])}, "cu_seqlens: expected dtype int32 or int64"),
     ],

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize
+from torch.nn.functional import logsigmoid, normalize, softplus
 
+from tests.conftest import LEAST_LOG_GATE
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
 from tfla_tk.reference import gated_delta_rule_chunkwise
 
 Formulas = Callable[..., Any]
 HEADS, TOKENS = 4, 1280
 OPEN = 60.0  # an input gate that is 1
+CLOSED = -30 * math.log(2)  # ScalarDecay::kClosed
 LEAST_KEPT, LEAST_WRITTEN = 1 / 4, 1 / 64  # hardly_decays, hardly_writes in kernels/delta_rule/gates.cuh
 
 
@@ -234,28 +236,40 @@ def of_flow(value: Tensor, products: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def error_of_dg(gate_gradients: Formulas) -> Callable[..., float]:
-    """Of walks with these options over all given inputs, by the formulas of the gates' kernel."""
+def dg_of_walks(gate_gradients: Formulas) -> Callable[..., Tensor]:
+    """By walks with these options and the formulas of the gates' kernel."""
 
-    def difference(x: Inputs, truth: Tensor, round: Callable[[Tensor], Tensor], options: Any) -> float:
+    def dg(x: Inputs, round: Callable[[Tensor], Tensor], options: Any) -> Tensor:
         sides, every = options["sides"], options["every"]
         others = {name: options[name] for name in ("consistent", "right_made", "terms")}
         walks = Walks(x, round, every=every, **others)
         # as of a sigmoid gate, whose gradient is divided by that of its logarithm
-        f = torch.log(torch.expm1(-x.g.double().clamp(max=-1e-12))).neg()[None]
+        open_part = -torch.expm1(x.g.double().clamp(max=-1e-12))
+        f = (x.g.double() - torch.log(open_part))[None]
         i = torch.full_like(f, OPEN)
         ends = [torch.zeros(1, HEADS, dtype=torch.float64)] * 2
         before = walks.before if sides else None
         given = (walks.q_dq, walks.k_dk, walks.after, i, f, None, ends, [(0, x.g.shape[1])], before, every)
-        dg = gate_gradients(*given)[1][0] / torch.sigmoid(-f[0])
-        return (dg - truth).square().sum().item()
+        found: Tensor = gate_gradients(*given)[1][0] / torch.sigmoid(-f[0])
+        return found
+
+    return dg
+
+
+BUILT = {"consistent": True, "every": DELTA_ANCHOR_CHUNKS, "sides": True, "right_made": False, "terms": 1}
+
+
+@pytest.fixture
+def error_of_dg(dg_of_walks: Callable[..., Tensor]) -> Callable[..., float]:
+    """Of walks with these options over all given inputs."""
+
+    def difference(x: Inputs, truth: Tensor, round: Callable[[Tensor], Tensor], options: Any) -> float:
+        return (dg_of_walks(x, round, options) - truth).square().sum().item()
 
     truths: dict[int, Tensor] = {}
 
     def error(draws: list[Inputs], round: Callable[[Tensor], Tensor] = rounded, **options: Any) -> float:
-        built = {"consistent": True, "every": DELTA_ANCHOR_CHUNKS, "sides": True}
-        made = options.get("right_made", False)
-        options = built | {"right_made": made, "terms": 2 if made else 1} | options
+        options = BUILT | {"terms": 2 if options.get("right_made") else 1} | options
         for x in draws:
             if id(x) not in truths:
                 truths[id(x)] = truth_of(x)
@@ -379,3 +393,24 @@ def test_the_right_walk_adds_what_rounding_drops(times: float, gained: float) ->
     x = draw(64, times=times)
     x = x._replace(beta=2 * x.beta)
     assert gained * errors_beside_fp64(x)["dk"] <= errors_beside_fp64(x, adds_dropped=False)["dk"]
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 4.0, 16.0, 64.0, 1e3, 1e6, 1e30])
+def test_gradients_of_a_rate(rate: float, dg_of_walks: Callable[..., Tensor]) -> None:
+    """Of what makes the log decay, -rate softplus(raw), per head. The rate closes six gates of ten. The
+    rounding of a closed gate's dg must not be multiplied by the rate."""
+    x = draw(64)
+    generator = torch.Generator().manual_seed(2)
+    raw = torch.randn(x.g.shape, generator=generator, dtype=torch.float64)
+    spared = torch.rand(x.g.shape, generator=generator) < 0.4
+    raw = torch.where(spared, raw - max(math.log(rate), 0) - 1, raw)
+    g, slope = -rate * softplus(raw), -rate * torch.sigmoid(raw)
+    x = x._replace(g=g.clamp(min=LEAST_LOG_GATE).float())  # as the kernels read it
+    truth, noisy = truth_of(x), dg_of_walks(x, rounded, BUILT)
+    found = torch.where(g < CLOSED, 0.0, noisy)
+    for factor in (g, slope):
+        terms = truth * factor
+        size = torch.maximum(terms.sum(-1).abs(), terms.norm(dim=-1))
+        error, of_noise = (((dg * factor - terms).sum(-1).abs() / size).amax() for dg in (found, noisy))
+        assert error <= 1e-2
+        assert rate < 1e6 or of_noise > 0.1

@@ -254,6 +254,7 @@ def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
         assert_kept(kept, core)
     expected = torch.ops.tfla_tk.delta_rule_fwd(*core, True)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 5e-3
+    assert o.is_contiguous() and last is not None and last.is_contiguous()
     given = cotangents(o, expected[1])
     for needs_gates in (False, True):
         found = launch.backward(core, kept, *given, needs_gates=needs_gates)
@@ -309,8 +310,9 @@ def test_raw_inputs_of_any_layout(kernel: Kernel) -> None:
     assert core.g is not None
     odd = torch.cat([core.q, core.q[..., :1]], -1)[..., :-1]
     turned = core.k.transpose(1, 3).contiguous().transpose(1, 3)
+    heads_first = core.v.transpose(1, 2).contiguous().transpose(1, 2)
     gates = {name: x.mT.contiguous().mT for name, x in (("g", core.g), ("beta", core.beta))}
-    check_raw(core._replace(q=odd, k=turned, **gates))
+    check_raw(core._replace(q=odd, k=turned, v=heads_first, **gates))
 
 
 @pytest.mark.parametrize("given", [(), (True, True, True), (True, False, False)], ids=["made", "raw", "norm"])

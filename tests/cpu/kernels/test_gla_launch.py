@@ -80,6 +80,7 @@ def check(core: GLACore, output_final_state: bool = True) -> None:
         cu_seqlens=core.cu_seqlens,
     )
     o, last, kept = launch.forward(core, output_final_state=output_final_state, keep=True)
+    assert o.is_contiguous() and (last is None or last.is_contiguous())
     if core.q.shape[3] <= 128:
         assert torch.equal(o, expected[0])
     else:  # another order of the sum over K
@@ -112,7 +113,7 @@ def test_views(kernel: Kernel) -> None:
     fused = torch.cat([core.q, core.k], dim=-1)
     heads_first = core.g.transpose(1, 2).contiguous().transpose(1, 2)
     views = core._replace(q=fused[..., :64], k=fused[..., 64:], g=heads_first)
-    check(views)
+    check(views._replace(v=core.v.transpose(1, 2).contiguous().transpose(1, 2)))
     assert kernel.launches[-1].q[1:] == (T * H * 128, 128, H * 128)
     assert kernel.launches[-1].g[1:] == (H * T * 64, T * 64, 64)
     check(core._replace(g=torch.cat([core.g, core.g[..., :4]], -1)[..., :64]))

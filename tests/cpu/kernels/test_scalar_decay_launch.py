@@ -74,7 +74,7 @@ def check_forward(x: tuple[Any, ...], found: tuple[Any, ...]) -> None:
     )
     torch.testing.assert_close(o, expected[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(last, expected[1], rtol=1e-3, atol=1e-3)
-    assert kept is None and o.stride() == torch.empty_like(v).stride()
+    assert kept is None and o.is_contiguous()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -118,7 +118,7 @@ def test_slices_of_v_where_there_are_few_heads(
 
 @pytest.mark.parametrize("odd", ["q", "v", "state", "inner"])
 def test_what_the_kernels_cannot_read_is_copied(odd: str, forwards: ForwardFormulas) -> None:
-    """One element later, or tokens innermost in memory: nothing that TMA can address. o lies like v."""
+    """One element later, or tokens innermost in memory: nothing that TMA can address. o is contiguous."""
     x = list(draw())
     if odd == "inner":
         x[2] = x[2].mT.contiguous().mT

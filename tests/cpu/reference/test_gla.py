@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
@@ -48,6 +50,41 @@ def test_explicit_gradients(length: int, chunk_size: int, with_last: bool, asser
     do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"]) if with_last else None
     actual = explicit(x, do, dht, scale=0.3, chunk_size=chunk_size)
     assert_close(actual, autograd(x, do, dht, scale=0.3))
+
+
+def dual(run: Callable[[Tensor], Tensor], x: Tensor, tangent: Tensor) -> Any:
+    """The result and its tangent, by dual numbers."""
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(run(forward_ad.make_dual(x, tangent))))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda run, x: torch.func.vmap(run)(torch.stack((x, 2 * x))),
+    "vmap of grad": lambda run, x: torch.func.vmap(torch.func.grad(lambda y: run(y).sum()))(x[None]),
+    "compiled grad": lambda run, x: torch.compile(
+        lambda y: torch.func.grad(lambda z: run(z).sum())(y), backend="aot_eager", fullgraph=True
+    )(x),
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x + 1,)),
+    "dual numbers": lambda run, x: dual(run, x, x + 1),
+    "functionalize": lambda run, x: torch.func.functionalize(run)(x),
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["", "recorded"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform: str, recorded: bool) -> None:
+    """Those of the chunkwise form, which recomputes, as of the recurrent one; autograd around them, too."""
+    x = draw(40)
+    q = x.pop("q").requires_grad_(recorded)
+    found = []
+    for form in (partial(reference.gla_chunkwise, chunk_size=16), reference.gla_recurrent):
+        results = TRANSFORMS[transform](lambda q, form=form: form(q, **x)[0], q)
+        results = list(results) if isinstance(results, tuple) else [results]
+        results += torch.autograd.grad(results[0].square().sum(), q) if results[0].requires_grad else ()
+        found.append(results)
+    assert len(found[0]) == len(found[1])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("offsets", [[0, 0, 1, 37, 37, 100], [0, 100]])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tfla_tk.core.checks import fail
+from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.layout import FORMS
 from tfla_tk.core.support import SUPPORTED, Support
 
@@ -14,8 +14,8 @@ from tfla_tk.core.support import SUPPORTED, Support
 def supports_form(variant: str | None) -> Support:
     """Everything is supported; ValueError for a variant that is no form."""
     if variant is not None and variant not in FORMS:
-        expected = " or ".join(f"'reference:{name}'" for name in FORMS)
-        fail("backend", expected, repr(f"reference:{variant}"))
+        known = [f"reference:{name}" for name in FORMS]
+        fail("backend", " or ".join(map(repr, known)), shown_name(f"reference:{variant}", known))
     return SUPPORTED
 
 

@@ -1,6 +1,6 @@
 """What can run on this machine and why not: the GPU, its driver, the compiler, and the kernels.
 
-Families say by a function and plain numbers which instances a call takes (`InstancesOf`): torch.compile, which
+Families say by a function and plain numbers which kernels a call takes (`KernelsOf`): torch.compile, which
 may have sizes as symbols, sees the answers as constants.
 """
 
@@ -10,18 +10,20 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
 from tfla_tk import build, env
-from tfla_tk.build import Instance, prebuilt
+from tfla_tk.build import Instance, Launcher, prebuilt
 from tfla_tk.core import memo
 from tfla_tk.core.support import SUPPORTED, Support
 
-# the instances that a call takes, from numbers and names that tell them; a function of a module
-InstancesOf: TypeAlias = Callable[..., Iterable[Instance]]
+# who launches the kernels that a call takes, and these
+Kernels: TypeAlias = tuple[Launcher, tuple[Instance, ...]]
+# both from numbers and names that tell them; a function of a module
+KernelsOf: TypeAlias = Callable[..., Kernels]
 
 # after so long what could not be had is looked for again
 RETRY_S = 60.0
@@ -34,26 +36,26 @@ def not_on_a_gpu(device: torch.device) -> Support:
     return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
 
 
-def supports(device: torch.device, instances_of: InstancesOf, *key: Any) -> Support:
+def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
     """Whether instances can be had and run on a GPU of this machine; nothing is loaded.
 
     Args:
-        key: the arguments of instances_of.
+        key: the arguments of kernels_of.
     """
     reason, remedy = device_fault(device.index)
     if reason:
-        return Support(False, reason, remedy)
-    reason, remedy = kernel_fault(instances_of, *key)
+        return Support(False, reason, remedy, failed=reason in _told)
+    reason, remedy = kernel_fault(kernels_of, *key)
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 
 
-def load(instances_of: InstancesOf, *key: Any) -> Support:
+def load(kernels_of: KernelsOf, *key: Any) -> Support:
     """Load instances that are supported, and compile what the cache lacks.
 
     What cannot be loaded is logged, once, and not supported until it is tried again (RETRY_S).
 
     Args:
-        key: the arguments of instances_of.
+        key: the arguments of kernels_of.
 
     Returns:
         Whether they are loaded.
@@ -61,21 +63,21 @@ def load(instances_of: InstancesOf, *key: Any) -> Support:
     Raises:
         CaptureError: something would have to be compiled while a CUDA graph is being captured.
     """
-    reason, remedy = load_fault(instances_of, *key)
+    reason, remedy = load_fault(kernels_of, *key)
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 
 
-_failed: dict[tuple[Instance, ...], tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
-_told: set[str] = set()  # in the log
+_failed: dict[Kernels, tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
+_told: set[str] = set()  # reasons that are in the log, all of what may change while the process runs
 
 
-def load_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
+def load_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
     """Why the instances of a call cannot be loaded, and the remedy; empty when they are loaded."""
-    wanted = tuple(instances_of(*key))
+    wanted = launcher, instances = kernels_of(*key)
     if wanted in _failed:
         return _failed[wanted]
     try:
-        build.load_all((instance.launcher, instance) for instance in wanted)
+        build.load(launcher, *instances)
     except build.CaptureError:
         raise
     except build.BuildError as error:
@@ -85,15 +87,16 @@ def load_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
     return "", ""
 
 
-def kernel_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
+def kernel_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
     """Why they cannot be had, as far as that is known without loading them: `device_fault` is empty."""
-    wanted = tuple(instances_of(*key))
+    wanted = launcher, instances = kernels_of(*key)
     if wanted in _failed:
         return _failed[wanted]
     if not _can_add_kernels():
-        for instance in wanted:
-            if not _is_cached(instance):
-                reason = f"{instance.name} is not compiled, and the cache directory cannot be written"
+        parts: list[Launcher | Instance] = [launcher, *instances]
+        for part in parts:
+            if not _is_cached(part):
+                reason = f"{part.name} is not compiled, and the cache directory cannot be written"
                 _try_again()
                 return reason, f"set {env.CACHE_DIR.name} to a directory that you own and can write"
     return "", ""
@@ -101,8 +104,8 @@ def kernel_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
 
 def _tell_and_try_again(error: build.BuildError) -> None:
     """Logs, once, why "auto" goes on to the next backend."""
-    if str(error) not in _told:
-        _told.add(str(error))
+    if error.reason not in _told:
+        _told.add(error.reason)
         _log.warning("the tk kernels cannot be used: %s", error)
     _try_again()
 
@@ -131,9 +134,9 @@ def _can_add_kernels() -> bool:
 
 
 @functools.cache
-def _is_cached(instance: Instance) -> bool:
+def _is_cached(artifact: Launcher | Instance) -> bool:
     try:
-        return build.is_cached(instance)
+        return build.is_cached(artifact)
     except build.BuildError:
         return False
 
@@ -182,7 +185,8 @@ def _driver_fault(toolkit: tuple[int, int]) -> tuple[str, str]:
     if driver is None or driver[0] >= toolkit[0]:
         return "", ""
     return (
-        f"the driver runs CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}",
+        f"the driver runs CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA "
+        f"{toolkit[0]}.{toolkit[1]}",
         f"update the driver, or name an nvcc of CUDA 12.8 or 12.9 in {env.NVCC.name}; then start Python anew",
     )
 

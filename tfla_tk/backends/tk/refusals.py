@@ -8,7 +8,7 @@ from tfla_tk.backends.tk import device
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
-from tfla_tk.core.support import Support
+from tfla_tk.core.support import Support, together
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
@@ -22,11 +22,18 @@ def check_variant(variant: str | None) -> None:
 
 def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
     """Why the kernels do not read q, k and v where and as they are, or None."""
-    if call.device.type != "cuda":
-        return device.not_on_a_gpu(call.device)
+    of_dtype = None
     if call.dtype not in _OPERAND_DTYPES:
-        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
-    return None
+        of_dtype = Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    return together(of_place(call.device), of_dtype)
+
+
+def of_place(where: torch.device) -> Support | None:
+    """Why no kernel can run where the tensors are, or None."""
+    if where.type != "cuda":
+        return device.not_on_a_gpu(where)
+    reason, remedy = device.device_fault(where.index)
+    return Support(False, reason, remedy) if reason else None
 
 
 def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
@@ -34,7 +41,7 @@ def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
     if call.dim_qk <= max_k and call.dim_v <= max_v:
         return None
     return Support(
-        False, f"head dims are K = {call.dim_qk}, V = {call.dim_v}", f"use up to {max_k} and {max_v}"
+        False, f"head dims are K = {call.dim_qk}, V = {call.dim_v}", f"use up to K = {max_k}, V = {max_v}"
     )
 
 
@@ -47,7 +54,10 @@ def of_scale(call: LinearCall) -> Support | None:
 
 
 def of_count(heads: str, count: int) -> Support | None:
-    """Why there are too many sequences of all heads, or None; packed ones may be empty."""
+    """Why there are too many sequences of all heads, or None; packed ones may be empty.
+
+    To be asked last: where the sizes are symbols it bounds them, which torch.export refuses.
+    """
     if count <= _MOST_SEQUENCES:
         return None
     reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"

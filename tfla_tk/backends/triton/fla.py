@@ -29,7 +29,7 @@ from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 # public name -> module of fla
 FLA_OPS = {
@@ -57,22 +57,15 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
     """Whether fla's chunk_simple_gla serves the call correctly; ValueError for a variant but "fla"."""
     # the kernel that Triton miscompiles is the one with a decay per token
     op = "chunk_simple_gla" if call.gate == "token" else "chunk_retention"
-    refusal = refusal_of_call(op, call, variant)
-    if refusal is not None:
-        return refusal
-    if call.value_heads != call.heads:
-        return uneven_heads(call)
+    found = [refusal_of_call(op, call, variant), uneven_heads(call)]
     if call.chunk_size < _SMALLEST_CHUNK:
-        return Support(
-            False, f"chunk_size = {call.chunk_size}", f"use a power of two from {_SMALLEST_CHUNK} on"
-        )
+        remedy = f"use a power of two from {_SMALLEST_CHUNK} on"
+        found.append(Support(False, f"chunk_size = {call.chunk_size}", remedy))
     if call.requires_grad and call.dtype in _HALVES and (call.dim_qk % 2 or call.dim_v % 2):
-        return Support(
-            False,
-            f"fla's backward takes even head dims in 16 bits, these are K = {call.dim_qk}, V = {call.dim_v}",
-            "pad them",
-        )
-    return too_many_heads(call) or verdict_on_gradients(call, gated=call.gate == "token")
+        of_dims = f"K = {call.dim_qk}, V = {call.dim_v}"
+        reason = f"fla's backward takes even head dims in 16 bits, these are {of_dims}"
+        found.append(Support(False, reason, "pad them"))
+    return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=call.gate == "token")
 
 
 def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support | None:
@@ -83,14 +76,18 @@ def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support |
     """
     if variant not in (None, "fla"):
         fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
+    transformed = None
     if call.transformed:
-        return Support(False, "fla has no rules for torch.func transforms", "use backend 'tk' or 'reference'")
+        reason = "fla has no rules for torch.func transforms"
+        transformed = Support(False, reason, "use backend 'tk' or 'reference'")
     verdict = supports_fla(op, call, requires_grad=call.requires_grad)
-    return None if verdict.ok else verdict
+    return together(transformed, None if verdict.ok else verdict)
 
 
-def uneven_heads(call: LinearCall) -> Support:
-    """The refusal of more heads of v than of q and k, where fla does not have it."""
+def uneven_heads(call: LinearCall) -> Support | None:
+    """The refusal of more heads of v than of q and k, where fla does not have it, or None."""
+    if call.value_heads == call.heads:
+        return None
     return Support(
         False,
         f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
@@ -187,13 +184,15 @@ def supports_fla(op: str, q: Tensor | LinearCall, *, requires_grad: bool = False
         q: the queries, or the description of the call: device and dtype decide.
         requires_grad: a gradient will be recorded.
     """
-    refusal = unusable(q.device, FLA_MISSING)
+    found = [unusable(q.device, FLA_MISSING)]
+    if q.dtype == torch.float64:
+        found.append(Support(False, "Triton kernels have no float64", "use float32 or the reference"))
+    if op == "chunk_delta_rule" and q.dtype == torch.float32:
+        reason = "fla's chunk_delta_rule does not take float32"
+        found.append(Support(False, reason, "use bfloat16 or float16"))
+    refusal = together(*found)
     if refusal is not None:
         return refusal
-    if q.dtype == torch.float64:
-        return Support(False, "Triton kernels have no float64", "use float32 or the reference")
-    if op == "chunk_delta_rule" and q.dtype == torch.float32:
-        return Support(False, "fla's chunk_delta_rule does not take float32", "use bfloat16 or float16")
     if requires_grad and op in GUARDED and gated_backward_is_guarded():
         return Support(
             False,

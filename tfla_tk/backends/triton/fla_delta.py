@@ -17,7 +17,7 @@ from tfla_tk.backends.triton.fla import (
 from tfla_tk.backends.triton.installation import load_module
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.support import Support
+from tfla_tk.core.support import Support, together
 
 _MOST_KEYS = 256
 
@@ -25,14 +25,13 @@ _MOST_KEYS = 256
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
     """Whether fla serves the call correctly; ValueError for a variant but "fla"."""
     op = _op(call)
-    refusal = refusal_of_call(op, call, variant)
-    if refusal is not None:
-        return refusal
-    if op == "chunk_delta_rule" and call.value_heads != call.heads:
-        return uneven_heads(call)
+    found = [refusal_of_call(op, call, variant)]
+    if op == "chunk_delta_rule":
+        found.append(uneven_heads(call))
     if call.dim_qk > _MOST_KEYS:
-        return Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference")
-    return too_many_heads(call) or verdict_on_gradients(call, gated=op == "chunk_gated_delta_rule")
+        found.append(Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference"))
+    gated = op == "chunk_gated_delta_rule"
+    return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
 
 
 def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Support:

@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import env
 from tfla_tk.core.installed import find_package
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 _log = logging.getLogger("tfla_tk")
 GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
@@ -52,11 +52,11 @@ def missing(package: str, distribution: str) -> Support | None:
 
 def unusable(device: torch.device, missing: Support | None) -> Support | None:
     """Device and installation."""
+    elsewhere = None
     if device.type != "cuda" and not is_interpreted(device):
-        return Support(
-            False, f"Triton kernels run on a GPU, the tensors are on {device}", "move them to a CUDA device"
-        )
-    return missing
+        reason = f"Triton kernels run on a GPU, the tensors are on {device}"
+        elsewhere = Support(False, reason, "move them to a CUDA device")
+    return together(elsewhere, missing)
 
 
 @functools.cache

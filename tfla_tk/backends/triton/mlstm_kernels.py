@@ -25,8 +25,8 @@ from tfla_tk.backends.triton.installation import (
     unusable,
 )
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.checks import fail
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.checks import fail, shown_name
+from tfla_tk.core.support import SUPPORTED, Support, together
 from tfla_tk.ops import mlstm_decode
 
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
@@ -89,7 +89,8 @@ def parse_variant(variant: str, call: MLSTMCall) -> tuple[str, int]:
     match = re.fullmatch(r"(.+?)(?:_(\d+))?", variant)
     name, size = (match[1], match[2]) if match else (variant, None)
     if name not in FAMILIES:
-        fail("backend", f"'triton:' and one of {', '.join(FAMILIES)}", f"'triton:{variant}'")
+        known = [f"triton:{family}" for family in FAMILIES]
+        fail("backend", f"'triton:' and one of {', '.join(FAMILIES)}", shown_name(f"triton:{variant}", known))
     return name, int(size) if size else call.chunk_size
 
 
@@ -107,9 +108,7 @@ def default_variant(call: MLSTMCall) -> tuple[str, int]:
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether mlstm_kernels serves the call correctly; gradients that are not exact are "by name only"."""
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
-    if call.transformed:
-        return _TRANSFORMED
-    refusal = _refusal(call, name, chunk_size)
+    refusal = together(_TRANSFORMED if call.transformed else None, _refusal(call, name, chunk_size))
     if refusal is not None:
         return refusal
     if is_interpreted(call.device):
@@ -190,24 +189,22 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether mlstm_kernels' Triton step serves one token; ValueError for a variant: it has one form."""
     if variant is not None:
         fail("backend", "'triton' for a step", repr(f"triton:{variant}"))
+    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.sigmoid_gate:
-        return Support(False, "mlstm_kernels has no step with sigmoid input gate", "use backend='reference'")
+        reason = "mlstm_kernels has no step with sigmoid input gate"
+        found.append(Support(False, reason, "use backend='reference'"))
     if call.transformed:
-        return _TRANSFORMED
-    refusal = unusable(call.device, MLSTM_KERNELS_MISSING)
-    if refusal is not None:
-        return refusal
-    if call.dtype == torch.float64:
-        return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
+        found.append(_TRANSFORMED)
     if call.requires_grad:
-        return Support(False, "its step has no gradients", "use torch.no_grad() or backend='reference'")
+        remedy = "use torch.no_grad() or backend='reference'"
+        found.append(Support(False, "its step has no gradients", remedy))
     for label, dim in (("DHQK", call.dim_qk), ("DHHV", call.dim_v)):
         if dim < _MIN_TILE or dim % min(_MAX_TILE, _next_power_of_2(dim)) != 0:
-            return Support(
-                False,
-                f"{label} = {dim} makes the step read and write out of bounds",
-                f"pad {label} to 16, 32, 64 or a multiple of 64",
-            )
+            reason = f"{label} = {dim} makes the step read and write out of bounds"
+            found.append(Support(False, reason, f"pad {label} to 16, 32, 64 or a multiple of 64"))
+    refusal = together(*found)
+    if refusal is not None:
+        return refusal
     elements = call.batch * call.heads * call.dim_qk * call.dim_v
     if elements > INT32_LIMIT:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
@@ -258,29 +255,26 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
     if family.sigmoid_gate != call.sigmoid_gate:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"
         return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(_names(call))}")
+    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.varlen:
-        return Support(
-            False,
-            "mlstm_kernels has no variable length",
-            "call once per sequence, or use backend 'tk' or 'reference'",
-        )
-    refusal = unusable(call.device, MLSTM_KERNELS_MISSING)
-    if refusal is not None:
-        return refusal
-    if call.dtype == torch.float64:
-        return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
+        remedy = "call once per sequence, or use backend 'tk' or 'reference'"
+        found.append(Support(False, "mlstm_kernels has no variable length", remedy))
     for label, dim in (("DHQK", call.dim_qk), ("DHHV", call.dim_v)):
         if dim < _MIN_TILE:
-            return Support(
-                False, f"{label} = {dim} is below Triton's smallest tile", f"pad {label} to {_MIN_TILE}"
-            )
+            reason = f"{label} = {dim} is below Triton's smallest tile"
+            found.append(Support(False, reason, f"pad {label} to {_MIN_TILE}"))
     if call.dim_qk % min(_MAX_TILE, _next_power_of_2(call.dim_qk)) != 0:
-        return Support(
-            False,
-            f"DHQK = {call.dim_qk} makes the kernels read and write out of bounds",
-            "pad DHQK to 16, 32, 64 or a multiple of 64",
-        )
-    return _length_refusal(call, name, chunk_size) or _gradient_refusal(call, name, chunk_size)
+        reason = f"DHQK = {call.dim_qk} makes the kernels read and write out of bounds"
+        found.append(Support(False, reason, "pad DHQK to 16, 32, 64 or a multiple of 64"))
+    return together(*found) or together(
+        _length_refusal(call, name, chunk_size), _gradient_refusal(call, name, chunk_size)
+    )
+
+
+def _refusal_of_dtype(call: MLSTMCall) -> Support | None:
+    if call.dtype != torch.float64:
+        return None
+    return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
 
 
 def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:

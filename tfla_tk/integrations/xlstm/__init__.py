@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from tfla_tk.core.checks import fail
+from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
 from tfla_tk.integrations.xlstm.explain import which
@@ -197,7 +197,7 @@ def _kept(model: nn.Module | None) -> Iterator[None]:
 def _find(name: str) -> tuple[registry.Kind, str]:
     known = registry.replaceable()
     if name not in known:
-        fail("kernel", f"one of {', '.join(sorted(known))}", repr(name))
+        fail("kernel", f"one of {', '.join(sorted(known))}", shown_name(name, known))
     return known[name]
 
 

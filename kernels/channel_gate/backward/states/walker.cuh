@@ -24,7 +24,7 @@ __device__ inline float load_float(uint32_t address) {
 }
 
 // A warp's 16 rows of out^T, as accumulators of mma.sync: of the first eight tokens and of the last eight.
-using OutOfWarp = float[2][4];
+using OutOfTile = float[2][4];
 
 // A block's operands of 16 columns of V: the values of the readers and those of the writers.
 template <class T2> struct ValuesOfTile {
@@ -40,7 +40,7 @@ template <class T2> struct WritersOfWarp {
 // 16 columns of the state: adds their products with the values of the readers to out^T, then lets the writers
 // write to them. NOTES: in this order no product waits for the one before it.
 template <class T2, class Tile>
-__device__ __forceinline__ void walk_tile(OutOfWarp& out, Tile& tile, const WritersOfWarp<T2>& writers,
+__device__ __forceinline__ void walk_tile(OutOfTile& out, Tile& tile, const WritersOfWarp<T2>& writers,
                                           const ValuesOfTile<T2>& values, bool is_first) {
     Fragment<T2> high, low;
     each<0, 4>([&](int i) {
@@ -74,7 +74,7 @@ __device__ inline uint32_t lane_by_columns() {
 }
 
 // Stores a warp's 16 rows of out^T, transposed. place: the address of `out` plus lane_in_out.
-template <class C> __device__ inline void store_out(uint32_t place, const OutOfWarp& out) {
+template <class C> __device__ inline void store_out(uint32_t place, const OutOfTile& out) {
     auto store = [](uint32_t address, float x) {
         asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address), "f"(x) : "memory");
     };
@@ -208,7 +208,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
                                         Fragment<T2>::transposed(address_of(columns.gates) + own_column),
                                         {load_float(decay), load_float(decay + 32)}};
         if constexpr (C::kSplitsV) arrive_warp_at(address_of(at.read[use.slot]));
-        OutOfWarp out;
+        OutOfTile out;
         each<0, kTiles>([&](int k) {  // 2
             if (k + 1 < kTiles) readers[(k + 1) % 2] = Fragment<T2>(address_of_tile(of_readers, k + 1));
             walk_tile(out, state.tiles[0][k], writers,

@@ -100,8 +100,7 @@ class Backward:
         of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
         walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
-        build.load_all((walk.launcher, walk) for walk in walks)
-        mirror, states = build.load(instances.GLA_BACKWARD), build.load(instances.GLA_STATES)
+        kernel = build.load(instances.GLA, *walks)
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
@@ -121,17 +120,17 @@ class Backward:
                 inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
                 flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
-            anchor_bytes = states.anchor_bytes(of, shape.tile_v)  # of a slice of V
+            anchor_bytes = kernel.anchor_bytes(of, shape.tile_v)  # of a slice of V
             anchors_at = scratch.take(anchor_bytes * len(of_v))
         # the mirror is done when the walks over the states begin
-        part_bytes = mirror.part_bytes(of, shape.walkers) if len(of_k) > 1 else 0
-        sums_at = part_at = scratch.take(max(part_bytes, states.sums_bytes(of) if has_sums else 0))
+        part_bytes = kernel.part_bytes(of, shape.walkers) if len(of_k) > 1 else 0
+        sums_at = part_at = scratch.take(max(part_bytes, kernel.sums_bytes(of) if has_sums else 0))
         d_borders_at = scratch.take(borders_bytes(shape))
         borders_at = kept_at if kept_cut is not None else scratch.take(borders_bytes(shape))
         self._scratch_size = scratch.bytes // core.q.itemsize
 
         def mirror_of(k_of: Slice) -> Any:
-            return mirror.mirror(
+            return kernel.mirror(
                 shape._replace(dim_k=k_of.dim).with_offsets(offsets_at),
                 k_of.of(q, core.q.dtype), k_of.of(k, core.k.dtype), dout, dv,
                 k_of.of(g, core.g.dtype), of_gates,
@@ -169,8 +168,8 @@ class Backward:
             [
                 *before,
                 *(mirror_of(k_of) for k_of in of_k),
-                *(states_of(states.left, dq, initial_at, n) for n in numbers),
-                *(states_of(states.right, dk, dht_at, n) for n in numbers),
+                *(states_of(kernel.left, dq, initial_at, n) for n in numbers),
+                *(states_of(kernel.right, dk, dht_at, n) for n in numbers),
             ]
         )
 

@@ -93,7 +93,8 @@ class Shape(NamedTuple):
         return instances.tile_of(slices_of_v(self.dim_v)[0].dim, instances.GLA_STATES_TILES)
 
     def walk(self, direction: str) -> Instance:
-        """The kernel of the forward, or of its mirror: CTAs take turns where slices of V are even in number."""
+        """The kernel of the forward, or of its mirror: CTAs take turns where slices of V are even in
+        number."""
         slices = -(-self.dim_v // _SLICE_V)
         makers = 2 if self.walkers == 2 and slices % 2 == 0 else 1
         return instances.gla_walk(direction, self.tile_k, self.half, self.walkers, makers)

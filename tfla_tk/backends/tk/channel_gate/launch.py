@@ -26,7 +26,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
-from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor
+from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
 
 __all__ = ["backward", "forward", "prepare"]
@@ -75,7 +75,7 @@ class Forward:
         self._borders_size = borders_bytes(shape) // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
-        kernel = build.load(instances.GLA_FORWARD, shape.walk("forward"))
+        kernel = build.load(instances.GLA, shape.walk("forward"))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
@@ -85,7 +85,7 @@ class Forward:
         part_at = addresses.next(given=len(of_k) > 1)
         part_bytes = kernel.part_bytes(shape.with_offsets(offsets_at), shape.walkers) if len(of_k) > 1 else 0
         self._part_size = part_bytes // core.v.itemsize
-        o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
+        o = operand_at(o_at, dense_like(core.v, "meta"))
         of_gates = DTYPES[core.g.dtype]
 
         def launch(of: Slice) -> Any:
@@ -112,7 +112,7 @@ class Forward:
         if (at[0] | at[1] | at[2] | at[3] | at[4]) % ADDRESS_ALIGNMENT:
             core = GLACore(q, k, v, g, initial_state, cu_seqlens, *self._options)
             return forward(core, output_final_state=self._output_final_state, keep=self._keep)
-        o = torch.empty_like(v)
+        o = dense_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         borders = v.new_empty(self._borders_size) if self._borders_size else None
         part = v.new_empty(self._part_size) if self._part_size else None

@@ -93,7 +93,7 @@ def launch_segments(
         operands: k and v, or q and do; g and the code of its dtype.
         entering_at: the first states, or the gradients of the last ones; 0 for none.
     """
-    kernel = build.load(instances.GLA_SEGMENTS, instances.gla_segments(shape.dim_v, shape.half, backward))
+    kernel = build.load(instances.GLA, instances.gla_segments(shape.dim_v, shape.half, backward))
     states = count_borders(shape) * shape.heads * shape.dim_k * shape.dim_v
     decays_at = borders_at + states * torch.float32.itemsize
     return kernel.segments(

@@ -6,10 +6,10 @@ import torch
 
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.channel_gate.call import Shape
-from tfla_tk.build import Instance, instances
+from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.layout import Cut
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -19,11 +19,13 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     """
     refusals.check_variant(variant)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
-        or _refusal_of_value_heads(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
+            _refusal_of_value_heads(call),
+        )
         or refusals.of_count("heads", call.sequences * call.heads)
-        or device.supports(call.device, _instances_of, *_key(call))
+        or device.supports(call.device, _kernels_of, *_key(call))
     )
 
 
@@ -42,7 +44,7 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     Raises:
         CaptureError: something would have to be compiled while a CUDA graph is being captured.
     """
-    return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call))
+    return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
 
 
 def _key(call: LinearCall) -> tuple[int, int, bool, bool]:
@@ -51,10 +53,10 @@ def _key(call: LinearCall) -> tuple[int, int, bool, bool]:
     return *dims, call.dtype == torch.float16, call.requires_grad
 
 
-def _instances_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> list[Instance]:
+def _kernels_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> device.Kernels:
     """The kernels that most such calls take; what others take is loaded when they are launched."""
     shape = Shape(8, 8, 16, 8192, dim_k, dim_v, half, 0, False, Cut(8, 8192), True)
     found = [shape.walk("forward")]
     if gradients:
         found += [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
-    return found
+    return instances.GLA, tuple(found)

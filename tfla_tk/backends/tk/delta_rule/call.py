@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,7 @@ NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
-class Shape(NamedTuple):
-    """Sizes of a call, as the kernels take them with its cut."""
-
+class _Sizes(NamedTuple):
     sequences: int
     slots: int  # of chunks, per head
     batch: int
@@ -56,6 +55,10 @@ class Shape(NamedTuple):
     batch_invariant: bool = False
     decays: bool = True  # has gates; else every head of a split is carried
     trains: bool = False  # a backward, or a forward that keeps what one reads
+
+
+class Shape(_Sizes):
+    """Sizes of a call, as the kernels take them with its cut."""
 
     @staticmethod
     def of(core: DeltaRuleCore, *, trains: bool = False) -> Shape:
@@ -84,11 +87,11 @@ class Shape(NamedTuple):
             trains=trains,
         )
 
-    @property
+    @cached_property
     def machine(self) -> costs.Machine:
         return costs.Machine(multiprocessors(self.device), memory_rate(self.device))
 
-    @property
+    @cached_property
     def split(self) -> Cut | None:
         """The cut of the walks of the forward and of its mirror; None where they take whole sequences. Its
         borders are among those of the walks over the states."""
@@ -176,7 +179,7 @@ class Shape(NamedTuple):
         """Of V, of which a CTA of the walks over the states has one."""
         return -(-self.dim_v // max(DELTA_STATES_TILES))
 
-    @property
+    @cached_property
     def shared(self) -> int:
         """Heads of v of a group that add up their dq and dk in the walks over the states; of larger groups a
         launch behind these adds up the rest."""
@@ -205,7 +208,7 @@ class Shape(NamedTuple):
         flags = address + self.matrices * self.matrix_bytes if self.makers else 0
         return address, p, flags
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         """That are made for the walks: A alone where the forward's walk and the mirror make P, else both."""
         walks = (self.forward_walkers, self.makers), (self.mirror_walkers, 0)
@@ -230,13 +233,13 @@ class Shape(NamedTuple):
         """Whether a state takes half of a walker's registers; no makers and no scorer then."""
         return self.dim_k > MOST_NARROW_K
 
-    @property
+    @cached_property
     def walkers(self) -> int:
         """Of a CTA of the forward's walk without makers, and of the mirror's beside a right walk."""
         of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
         return self._walkers(self.dim_v, (self.split or self.uncut).segments, of_chunk)
 
-    @property
+    @cached_property
     def makers(self) -> int:
         """CTAs that make the chunk matrices beside the forward's walk, on multiprocessors that it leaves
         idle; 0 where a launch before the walk makes them, or the walk itself."""
@@ -249,7 +252,7 @@ class Shape(NamedTuple):
         found = self._forward
         return found.walkers if found and self.makers else self.walkers
 
-    @property
+    @cached_property
     def _forward(self) -> costs.Forward | None:
         """As it runs where it can have makers."""
         if self.is_wide or self.split is not None:
@@ -258,7 +261,7 @@ class Shape(NamedTuple):
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
         return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
 
-    @property
+    @cached_property
     def makes_right(self) -> bool:
         """Whether the mirror makes the right part of dk, so that there is no right walk. Packed sequences are
         taken to have tokens, all alike."""
@@ -381,4 +384,7 @@ def number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
 
 def gate_at(address: int, x: MaybeTensor) -> Gate:
     """x [B, T, HV]."""
-    return NO_GATE if x is None else (address, *x.transpose(1, 2).stride(), DTYPES[x.dtype])
+    if x is None:
+        return NO_GATE
+    batch, row, head = x.stride()
+    return address, batch, head, row, DTYPES[x.dtype]

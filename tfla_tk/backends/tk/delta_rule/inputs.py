@@ -51,8 +51,7 @@ class Inputs:
         self._device = shape.device
         # nothing is left to be made
         self._options = core.scale, False, False, False, core.batch_invariant
-        build.load_all(kernels.of_inputs(shape, backward=False))
-        kernel = build.load(instances.DELTA_FORWARD)
+        kernel = build.load(instances.DELTA_RULE, kernels.of_inputs(shape, backward=False))
         at, addresses = number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
         unit_q, unit_k = (
@@ -113,8 +112,7 @@ class Gradients:
     ) -> None:
         shape, self._wanted = Shape.of(core), wanted
         self._device = shape.device
-        build.load_all(kernels.of_inputs(shape, backward=True))
-        kernel = build.load(instances.DELTA_BACKWARD)
+        kernel = build.load(instances.DELTA_RULE, kernels.of_inputs(shape, backward=True))
         parts = -(-shape.batch * shape.seq // kernel.INPUT_TOKENS)
         self._sums_shape = (2, parts, shape.heads)
         at, addresses = number(core)

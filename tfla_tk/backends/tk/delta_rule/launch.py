@@ -53,7 +53,7 @@ from tfla_tk.backends.tk.operands import (
 from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import Kept, MaybeTensor
+from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
 
 Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
@@ -89,7 +89,7 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
         return run_any
     is_raw = any(Wanted.of(core))
     # raw inputs are made into what the walk reads by the first call
-    walk = None if is_raw else Walk(core, core.v, output_final_state=output_final_state, keep=keep)
+    walk = None if is_raw else Walk(core, output_final_state=output_final_state, keep=keep)
     prepared = Forward(core, core, output_final_state=output_final_state, keep=keep) if is_raw else None
 
     def run(*tensors: Any) -> Outputs:
@@ -97,8 +97,7 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
         if (at[0] | at[1] | at[2] | at[7]) % ADDRESS_ALIGNMENT:
             return run_any(*tensors)
         if walk is not None:
-            v = tensors[2]
-            return walk(v, v, at)
+            return walk(tensors[2], at)
         assert prepared is not None
         given = DeltaRuleCore._make((*tensors, *options))
         return prepared(given, given)
@@ -175,9 +174,8 @@ class Forward:
         """`forward` of these tensors."""
         made = read if self._inputs is None else self._inputs(core, read)
         if self._walk is None:
-            options = self._output_final_state, self._keep
-            self._walk = Walk(made, core.v, output_final_state=options[0], keep=options[1])
-        return self._walk(made.v, core.v, starts(*made[:9]))
+            self._walk = Walk(made, output_final_state=self._output_final_state, keep=self._keep)
+        return self._walk(made.v, starts(*made[:9]))
 
 
 class Backward:
@@ -235,19 +233,14 @@ class Backward:
 
 
 class Walk:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them, with nothing to be made.
+    """The forward of calls whose tensors lie alike, as `readable` leaves them, with nothing to be made."""
 
-    Args:
-        like: v as it was given, which o is like.
-    """
-
-    def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
+    def __init__(self, core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core, trains=keep)
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
-        build.load_all(kernels.of_forward(shape))
-        kernel = build.load(instances.DELTA_FORWARD)
+        kernel = build.load(instances.DELTA_RULE, *kernels.of_forward(shape))
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
@@ -267,12 +260,10 @@ class Walk:
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
-        o = Result.like(like, "meta")
-        self._is_direct = o.is_direct
         dense = torch.empty(core.v.shape, device="meta")
         writes = operand_at(left.writes, dense) if keep else NO_OPERAND
         walk = kernel.forward(
-            of, q, k, v, operand_at(o_at, o.written), writes, *gates, matrices, at.initial_state, last_at,
+            of, q, k, v, operand_at(o_at, dense), writes, *gates, matrices, at.initial_state, last_at,
             carried_at, left.leads, left.borders, core.scale, shape.forward_walkers, shape.makers,
             makes_matrices,
         )  # fmt: skip
@@ -284,21 +275,20 @@ class Walk:
             before += [
                 kernel.leads(of, bounds_at, left.leads, shape.longest_lead, keep),
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, left.leads, maps),
-                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders),
+                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders, False),
             ]
         self._run = build.launches([*before, walk])
 
-    def __call__(self, v: Tensor, like: Tensor, at: list[int]) -> Outputs:
+    def __call__(self, v: Tensor, at: list[int]) -> Outputs:
         """`forward` of the tensors of a call, which begin at `at`."""
-        o = torch.empty_like(like)
-        written = o if self._is_direct else Result.of(o).written
+        o = dense_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         scratch = v.new_empty(self._scratch_size) if self._scratch_size else None
         left = v.new_empty(self._kept_layout[0]) if self._kept_layout else None
-        at += starts(written, last, scratch, left)
+        at += starts(o, last, scratch, left)
         self._run(at, current_stream(self._device))
         kept = None if left is None else Kept((left,), self._kept_layout)
-        return o if self._is_direct else o.copy_(written), last, kept
+        return o, last, kept
 
 
 class Walks:
@@ -313,8 +303,8 @@ class Walks:
     ) -> None:
         shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
-        build.load_all(kernels.of_backward(shape, needs_dg=needs_dg and given.g is not None))
-        kernel = build.load(instances.DELTA_BACKWARD)
+        has_dg = needs_dg and given.g is not None
+        kernel = build.load(instances.DELTA_RULE, *kernels.of_backward(shape, needs_dg=has_dg))
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
@@ -343,7 +333,7 @@ class Walks:
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
                     carried_at, leads, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
                 ),
-                kernel.carry(of, carried_at, leads, left.maps, d_borders_at),
+                kernel.carry(of, carried_at, leads, left.maps, d_borders_at, True),
             ]  # fmt: skip
 
         def mirror(right: Operand, sums: tuple[int, int, int]) -> Launch:

@@ -99,7 +99,7 @@ def launch_states(
         mirror: prepares the mirror, which makes the right part of dk at an operand, and its sums at
             addresses, where these are not 0.
     """
-    kernel = build.load(instances.DELTA_STATES)
+    kernel = build.load(instances.DELTA_RULE)
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
     makes_right = shape.makes_right
     # parts of dk for the last walk: the left one, or those of every head and slice of V that the mirror makes
@@ -119,8 +119,7 @@ def launch_states(
     )
     sums, of_walks, last_at, dh0_at = None, [(0, 0, 0, 0)] * 2, 0, 0
     if dg is not None:
-        around = build.load(instances.AROUND_WALKS[True])
-        workspace_bytes = around.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences)
+        workspace_bytes = kernel.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences)
         offsets = Sums.of(shape, kernel.anchor_bytes(of), workspace_bytes)
         sums = offsets.at(scratch.take(offsets.bytes))
         of_walks = [sums.of_walk(number) for number in range(2)]
@@ -141,7 +140,7 @@ def launch_states(
         launches = [mirror(NO_OPERAND, (0, 0, 0)), left_walk, right_walk]
     if sums is not None and dg is not None:
         launches.append(
-            around.mlstm_bwd_gates(
+            kernel.mlstm_bwd_gates(
                 (sums.whole[0], sums.inter[0], shape.sum_parts),
                 (sums.whole[1], sums.inter[1], shape.right_sum_parts),
                 (sums.flows, sums.flows + sums.flow_bytes, shape.sum_parts, DELTA_ANCHOR_CHUNKS),

@@ -9,10 +9,10 @@ import torch
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.delta_rule import kernels
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.build import Instance, instances
+from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 # what the kernels make themselves of the raw inputs
 NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
@@ -25,11 +25,13 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     """
     refusals.check_variant(variant)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V)
-        or refusals.of_scale(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
+            refusals.of_scale(call),
+        )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or device.supports(call.device, _instances_of, *_key(call))
+        or device.supports(call.device, _kernels_of, *_key(call))
     )
 
 
@@ -42,24 +44,26 @@ def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Suppor
     Raises:
         CaptureError: something would have to be compiled while a CUDA graph is being captured.
     """
-    return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call))
+    return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
 
 
 def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
-    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as symbols."""
+    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as
+    symbols."""
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
-    if call.device.index is None or any(type(size) is not int for size in sizes):
+    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    if symbolic or call.device.index is None:
         return dims, options, None
     return dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
 
 
-def _instances_of(
+def _kernels_of(
     dims: tuple[int, int], options: tuple[bool, bool, bool, bool], sizes: tuple[int, ...] | None
-) -> list[Instance]:
-    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when they are
-    launched."""
+) -> device.Kernels:
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when
+    they are launched."""
     half, raw, decays, trains = options
     sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
     shape = Shape(
@@ -79,12 +83,12 @@ def _instances_of(
         decays=decays,
         trains=trains,
     )
-    uses = kernels.of_forward(shape)
+    found = kernels.of_forward(shape)
     if trains:
-        uses += kernels.of_backward(shape, needs_dg=decays)
+        found += kernels.of_backward(shape, needs_dg=decays)
     if raw:
-        uses += [use for backward in (False, trains) for use in kernels.of_inputs(shape, backward=backward)]
-    return list(dict.fromkeys(instance for _, instance in uses))
+        found += [kernels.of_inputs(shape, backward=backward) for backward in {False, trains}]
+    return instances.DELTA_RULE, tuple(dict.fromkeys(found))
 
 
 # sequences, batch, heads of v, tokens, heads of q and k, device, packed, batch_invariant

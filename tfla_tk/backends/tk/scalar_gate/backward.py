@@ -49,6 +49,7 @@ from tfla_tk.backends.tk.scalar_gate.walks import (
     instances_of_cut,
     make_plan,
 )
+from tfla_tk.build import instances
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
@@ -237,13 +238,7 @@ class Backward:
         q: Tensor = tensors[0]
         self._options = options
         self._device = q.get_device()
-        grads = _allocate(
-            [
-                None if x is None else torch.empty_like(x, device="meta")
-                for x in (tensors if like is None else like)[:7]
-            ],
-            options,
-        )
+        grads = _allocate(tensors if like is None else like, options, "meta")
         self._unwritable = [n for n, x in enumerate(grads) if x is not None and not _is_writable(x, n)]
         call, written, states_given = _describe(tensors, options, states, self._as_written(grads))
         self._memory_size = call.plan.bytes // q.itemsize
@@ -292,22 +287,26 @@ class Backward:
         return tuple(x.new_empty(x.shape) if n in self._unwritable else x for n, x in enumerate(grads))
 
 
-def _allocate(like: Sequence[Any], options: Options) -> Gradients:
-    """Uninitialised gradients, each like its input; those of q and k for every head of v."""
+def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> Gradients:
+    """Uninitialised gradients, each like its input; those of q and k for every head of v.
+
+    Args:
+        device: in place of theirs: on "meta" they take no memory.
+    """
     q, k, v, i, f, c_initial, n_initial = like[:7]
     dq = dk = di = df = dc = dn = None
     if q.shape[:3] == v.shape[:3]:
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        dq, dk = torch.empty_like(q, device=device), torch.empty_like(k, device=device)
     else:
         shape = (*v.shape[:3], q.shape[3])
-        dq, dk = q.new_empty(shape), k.new_empty(shape)
+        dq, dk = q.new_empty(shape, device=device), k.new_empty(shape, device=device)
     if options.needs_df:
-        di, df = None if i is None else torch.empty_like(i), torch.empty_like(f)
+        di, df = None if i is None else torch.empty_like(i, device=device), torch.empty_like(f, device=device)
     if c_initial is not None:
-        dc = torch.empty_like(c_initial)
+        dc = torch.empty_like(c_initial, device=device)
     if n_initial is not None:
-        dn = torch.empty_like(n_initial)
-    return dq, dk, torch.empty_like(v), di, df, dc, dn
+        dn = torch.empty_like(n_initial, device=device)
+    return dq, dk, torch.empty_like(v, device=device), di, df, dc, dn
 
 
 def _is_writable(grad: Tensor, place: int) -> bool:
@@ -347,7 +346,7 @@ def _describe(
     kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=options.sigmoid_gate and not options.decay)
     if cut.segments > sequences:
         kernels += instances_of_cut(*sizes[3:], **kinds)
-    build.load_all((kernel.launcher, kernel) for kernel in kernels)
+    build.load(instances.CHUNKWISE[options.decay], *kernels)
     plan = make_plan(
         sizes,
         sequences,

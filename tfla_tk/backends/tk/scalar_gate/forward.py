@@ -65,7 +65,8 @@ class Options(NamedTuple):
         scale: of q k^T; None for K^-1/2.
         decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
             normalize False.
-        heads_last: q, k, v and h are [B, S, NH, D], gates [B, S, NH] or what expands to that.
+        heads_last: q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to
+            that.
         sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
     """
 
@@ -142,12 +143,13 @@ class Forward:
     """The forward of calls whose tensors lie alike, as `_readable` leaves them but for odd addresses.
 
     Args:
-        h_like: h gets the memory order of this one; v, or what v is a copy of.
+        h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of.
     """
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
-        h = torch.empty_like(h_like, device="meta")
+        self._h_order = torch.contiguous_format if options.heads_last else torch.preserve_format
+        h = torch.empty_like(h_like, device="meta", memory_format=self._h_order)
         self._h_in_place = descriptor_strides(h.shape, h.stride()) is not None
         if not self._h_in_place:
             h = torch.empty(h.shape, device="meta")
@@ -167,9 +169,9 @@ class Forward:
             and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
         )
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
-        slices, launcher = -(-dim_v // tile[1]), instances.FORWARD[options.decay]
+        slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
         if options.sequential:
-            launcher = instances.SEQUENTIAL_FORWARD
+            launcher = instances.SEQUENTIAL
         kinds = tile, q.dtype == torch.float16, options.normalize
         kernel = build.load(
             launcher,
@@ -251,7 +253,7 @@ class Forward:
             initial = _pointer(c_initial), _pointer(n_initial), _pointer(m_initial)
         if (at_q | at_k | at_v | initial[0] | initial[1] | initial[2]) % ADDRESS_ALIGNMENT:
             return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
-        h = torch.empty_like(v if h_like is None else h_like)
+        h = torch.empty_like(v if h_like is None else h_like, memory_format=self._h_order)
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # of q's dtype because that need not be said, which is half of the time
         workspace = q.new_empty(self._workspace_size) if self._workspace_size else None

@@ -66,13 +66,9 @@ class Call:
     device: int
     decay: bool
 
-    def around(self, *kernels: instances.Instance) -> ModuleType:
-        """What launches the kernels around the walks, these among them."""
-        return build.load(instances.AROUND_WALKS[self.decay], *kernels)
-
-    def walks(self, *kernels: instances.Instance) -> ModuleType:
-        """What launches the walks, these among them."""
-        return build.load(instances.WALKS[self.decay], *kernels)
+    def kernels(self, *of_launch: instances.Instance) -> ModuleType:
+        """What launches these kernels."""
+        return build.load(instances.CHUNKWISE[self.decay], *of_launch)
 
     @property
     def normalize(self) -> bool:
@@ -124,7 +120,7 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
 
 def _of_rows(x: Call) -> Launch:
     """e_t of every token, from dh and h, and log2 w_t."""
-    return x.around(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
+    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
         x.dh,
         x.h,
         (x.row_n, x.row_m, x.eps),
@@ -137,7 +133,7 @@ def _of_rows(x: Call) -> Launch:
 
 def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the walks take them."""
-    return x.around(x.gates).mlstm_bwd_scan(
+    return x.kernels(x.gates).mlstm_bwd_scan(
         x.i,
         x.f,
         (x.row_n, x.row_m, x.eps),
@@ -156,7 +152,7 @@ def _of_factors(x: Call) -> Launch:
     """e_t of every token, from the dots of "dv"."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
-    return x.around(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
+    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
         (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
         (x.row_n, x.row_m, x.eps),
         (0, x.memory.e, x.plan.e_stride),
@@ -189,7 +185,7 @@ def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: 
     """What every segment adds by itself at the boundary over which the walk leaves it."""
     *size, dim_qk, dim_v = x.sizes
     kernels = instances.mlstm_walk_segments(x.plan.tile, x.half, x.normalize, x.decay)
-    return x.walks(kernels).segments(
+    return x.kernels(kernels).segments(
         _walk(x, name, x.plan.tile, keys, values, boundary, (*size, dim_v, dim_qk)),
         x.i,
         x.f,
@@ -215,7 +211,7 @@ def _walk(
 
 def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
-    return x.around(instances.mlstm_bwd_combine(x.decay)).mlstm_bwd_combine(
+    return x.kernels(instances.mlstm_bwd_combine(x.decay)).mlstm_bwd_combine(
         boundaries,
         norm_parts,
         entering,
@@ -300,7 +296,7 @@ def _prepare_walk(
         ticket: by which the CTAs of several parts of V count themselves.
     """
     tile, gradients = (x.plan.tile_of_dv, "dv") if name == "dv" else (x.plan.tile, "dq and dk")
-    return x.walks(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
+    return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
         _walk(x, name, tile, keys, values, boundary, sizes),
         x.memory.gates,
         queries,
@@ -317,7 +313,7 @@ def _prepare_walk(
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
-    return x.around(x.gates).mlstm_bwd_gates(
+    return x.kernels(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
         (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),

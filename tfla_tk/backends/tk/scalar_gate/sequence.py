@@ -49,7 +49,7 @@ def _launch(
     dim_v = v.shape[-1]
     device = q.get_device()
     fp32, dtypes = q.dtype == torch.float32, state_dtypes(before, after)
-    kernel = build.load(instances.SEQUENCE, instances.mlstm_sequence(tokens, *dtypes, fp32))
+    kernel = build.load(instances.DECODING, instances.mlstm_sequence(tokens, *dtypes, fp32))
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v, _widest(tokens, q.dtype))

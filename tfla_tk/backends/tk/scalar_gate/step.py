@@ -128,7 +128,7 @@ def _launch(
     batch, heads, dim_qk = q.shape
     dim_v = v.shape[-1]
     device = q.get_device()
-    kernel = build.load(instances.STEP, instances.mlstm_step(*state_dtypes(before, after)))
+    kernel = build.load(instances.DECODING, instances.mlstm_step(*state_dtypes(before, after)))
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v)

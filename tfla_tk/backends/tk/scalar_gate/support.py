@@ -6,11 +6,11 @@ import torch
 
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.scalar_gate import walks
-from tfla_tk.build import Instance, instances
+from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
 
@@ -21,18 +21,19 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     CUDA is only touched for calls on a CUDA device.
     """
     refusals.check_variant(variant)
-    refusal = refusals.of_operands(call)
-    if refusal is not None:
-        return refusal
+    of_head_dims = None
     too_large = call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V
     if too_large or call.dim_qk % 16 or call.dim_v % 16:
-        return Support(
+        of_head_dims = Support(
             False,
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    refusal = refusals.of_count("heads", call.sequences * call.heads)
-    return refusal or _on_this_machine("mlstm", call)
+    return (
+        together(refusals.of_operands(call), of_head_dims)
+        or refusals.of_count("heads", call.sequences * call.heads)
+        or _on_this_machine("mlstm", call)
+    )
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -42,9 +43,11 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
     """
     refusals.check_variant(variant)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
-        or refusals.of_scale(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
+            refusals.of_scale(call),
+        )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or _on_this_machine("simple_gla", call)
     )
@@ -68,40 +71,34 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether the kernel for a few tokens serves a call; ValueError for a variant."""
     refusals.check_variant(variant)
+    found = []
     if call.seq > instances.MAX_TOKENS:
-        return Support(
-            False,
-            f"{call.seq} tokens, the kernel takes {instances.MAX_TOKENS}",
-            "use mlstm_chunkwise",
-        )
+        reason = f"{call.seq} tokens, the kernel takes {instances.MAX_TOKENS}"
+        found.append(Support(False, reason, "use mlstm_chunkwise"))
     if call.requires_grad:
-        return Support(
-            False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
-        )
-    return _supports_decoding("mlstm_sequence", call)
+        reason = "its kernel for a few tokens has no gradients"
+        found.append(Support(False, reason, "use mlstm_chunkwise or torch.no_grad()"))
+    return _supports_decoding("mlstm_sequence", call, *found)
 
 
-def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
-    """What the kernels of decoding have in common; they take no gradients."""
-    if call.device.type != "cuda":
-        return device.not_on_a_gpu(call.device)
+def _supports_decoding(kernel: str, call: MLSTMCall, *found: Support) -> Support:
+    """What the kernels of decoding have in common; they take no gradients.
+
+    Args:
+        found: what refuses the call already.
+    """
+    of_call = [*found]
     if call.dtype == torch.float64:
-        return Support(
-            False, "q, k, v are torch.float64", "use torch.float32, torch.bfloat16 or torch.float16"
-        )
+        remedy = "use torch.float32, torch.bfloat16 or torch.float16"
+        of_call.append(Support(False, "q, k, v are torch.float64", remedy))
     if call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V:
-        return Support(
-            False,
-            f"head dims are {call.dim_qk}/{call.dim_v}",
-            f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
-        )
-    if call.batch * call.heads > _MOST_HEADS:
-        return Support(
-            False,
-            f"batch x heads = {call.batch * call.heads:,}, the kernels take {_MOST_HEADS:,}",
-            "split the batch or the heads",
-        )
-    return _on_this_machine(kernel, call)
+        remedy = f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}"
+        of_call.append(Support(False, f"head dims are {call.dim_qk}/{call.dim_v}", remedy))
+    refusal = together(refusals.of_place(call.device), *of_call)
+    if refusal is None and call.batch * call.heads > _MOST_HEADS:
+        reason = f"batch x heads = {call.batch * call.heads:,}, the kernels take {_MOST_HEADS:,}"
+        refusal = Support(False, reason, "split the batch or the heads")
+    return refusal or _on_this_machine(kernel, call)
 
 
 def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
@@ -118,12 +115,12 @@ def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) 
     """
     if call.is_empty:
         return SUPPORTED
-    return device.load(_instances_of, *_kernel_key(kernel, call))
+    return device.load(_kernels_of, *_kernel_key(kernel, call))
 
 
 def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
-    return device.supports(call.device, _instances_of, *_kernel_key(kernel, call))
+    return device.supports(call.device, _kernels_of, *_kernel_key(kernel, call))
 
 
 # kernel; tiles of K and V, or tokens and 0; operands' dtype; normaliser, sigmoid gate, gradients
@@ -146,14 +143,14 @@ def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
     return kernel, tokens, 0, dtype, False, False, False
 
 
-def _instances_of(
+def _kernels_of(
     kernel: str, first: int, second: int, dtype: str, normalize: bool, sigmoid_gate: bool, gradients: bool
-) -> list[Instance]:
+) -> device.Kernels:
     """The kernels that nearly every such call takes; what others take is loaded when they are launched."""
     if kernel == "mlstm_step":
-        return [instances.mlstm_step("fp32", "fp32")]
+        return instances.DECODING, (instances.mlstm_step("fp32", "fp32"),)
     if kernel == "mlstm_sequence":
-        return [instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32")]
+        return instances.DECODING, (instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32"),)
     half, decay = dtype == "fp16", kernel == "simple_gla"
     of_call = {
         "half": half,
@@ -162,4 +159,5 @@ def _instances_of(
         "decay": decay,
     }
     forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
-    return [forward, *(walks.instances_of(first, second, **of_call) if gradients else ())]
+    of_backward = walks.instances_of(first, second, **of_call) if gradients else ()
+    return instances.CHUNKWISE[decay], (forward, *of_backward)

@@ -181,7 +181,7 @@ def make_plan(
             workspace, not in this allocation, and nobody reads state_decay.
         batch_invariant: e of every token comes from its kernel of rows, whether something is cut or not.
     """
-    around, walks = build.load(instances.AROUND_WALKS[decay]), build.load(instances.WALKS[decay])
+    kernel = build.load(instances.CHUNKWISE[decay])
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
@@ -195,9 +195,9 @@ def make_plan(
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     of_walks = batch, heads, dim_v, dim_qk, *tile
-    flow_parts = walks.flow_parts(*of_walks)
+    flow_parts = kernel.flow_parts(*of_walks)
     taken = Memory(
-        gates=around.chunk_gates_bytes() * batch * heads * chunk_slots,
+        gates=kernel.chunk_gates_bytes() * batch * heads * chunk_slots,
         log2_w=row_bytes if has_rows else 0,
         e=parts * row_bytes,
         dots=FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0,
@@ -211,9 +211,9 @@ def make_plan(
         q_dq_inter=inter_bytes,
         k_dk=sum_bytes,
         k_dk_inter=inter_bytes,
-        anchors=walks.anchor_bytes(*of_walks, chunk_slots),
+        anchors=kernel.anchor_bytes(*of_walks, chunk_slots),
         flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
-        workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
+        workspace=kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences),
         tickets=2 * INT if parts > 1 else 0,
     )
     *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)

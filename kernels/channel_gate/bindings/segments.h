@@ -1,5 +1,7 @@
 // What the launcher of the kernels that cut GLA's sequences offers. Addresses are prepared ones
 // (prepared_launches.h).
+#pragma once
+
 #include "channel_gate/bindings/read_arguments.h"
 
 namespace tfla_tk {
@@ -18,10 +20,9 @@ GlaSegmentsParams read_segments(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{{prepares<&gla_segments, &read_segments>("segments")}, constants_and({})};
-    return &launcher;
+inline Launcher functions_of_segments() {
+    return {{prepares<&gla_segments, &read_segments>("segments")}, {}};
 }
+
+}  // namespace tfla_tk

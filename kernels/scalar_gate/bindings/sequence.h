@@ -1,4 +1,6 @@
 // What the launcher of a few tokens of mLSTM offers. Addresses are those of the tensors.
+#pragma once
+
 #include "scalar_gate/bindings/params_sequence.h"
 #include "scalar_gate/bindings/read_arguments.h"
 
@@ -25,13 +27,9 @@ void sequence(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{{{.name = "mlstm_sequence", .run = &sequence}},
-                                   layout_and({{"MAX_KEYS", kDecodeMaxKeys},
-                                               {"MAX_SLICES", kDecodeMaxSlices},
-                                               {"MAX_COLUMNS", kSequenceMaxColumns}})};
-    return &launcher;
+inline Launcher functions_of_sequence() {
+    return {{{.name = "mlstm_sequence", .run = &sequence}}, {{"MAX_COLUMNS", kSequenceMaxColumns}}};
 }
+
+}  // namespace tfla_tk

@@ -1,4 +1,6 @@
 // What the launcher of the delta rule's forward offers. Addresses are prepared ones (prepared_launches.h).
+#pragma once
+
 #include "delta_rule/bindings/params_inputs.h"
 #include "delta_rule/bindings/read_arguments.h"
 
@@ -66,15 +68,13 @@ DeltaInputsParams read_inputs(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{
+inline Launcher functions_of_delta_forward() {
+    return {
         {prepares<&delta_matrices, &read_matrices>("matrices"), prepares<&delta_leads, &read_leads>("leads"),
          prepares<&delta_forward, &read_forward>("forward"), prepares<&delta_maps, &read_maps>("maps"),
-         prepares<&delta_carry, &read_carry<false>>("carry"),
-         prepares<&delta_inputs, &read_inputs>("inputs")},
-        constants_and({{"SEGMENT_CHUNKS", kSegmentChunks}})};
-    return &launcher;
+         prepares<&delta_carry, &read_carry>("carry"), prepares<&delta_inputs, &read_inputs>("inputs")},
+        {{"SEGMENT_CHUNKS", kSegmentChunks}}};
 }
+
+}  // namespace tfla_tk

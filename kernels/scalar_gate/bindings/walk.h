@@ -1,4 +1,6 @@
 // What the launcher of the backward's walks offers. Addresses are prepared ones (prepared_launches.h).
+#pragma once
+
 #include "scalar_gate/bindings/params_walk.h"
 #include "scalar_gate/bindings/read_arguments.h"
 
@@ -68,16 +70,15 @@ std::vector<std::int64_t> anchor_bytes(Arguments& x) {
 std::vector<std::int64_t> flow_parts(Arguments& x) { return {pass_flow_parts(read_sizes(x))}; }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{{prepares<&mlstm_pass, &read_pass>("walk"),
-                                    prepares<&mlstm_pass_segments, &read_segments>("segments"),
-                                    {.name = "anchor_bytes", .tell = &anchor_bytes},
-                                    {.name = "flow_parts", .tell = &flow_parts}},
-                                   layout_and({{"GRADIENTS.dq", static_cast<int>(Gradient::dq)},
-                                               {"GRADIENTS.dk", static_cast<int>(Gradient::dk)},
-                                               {"GRADIENTS.dv", static_cast<int>(Gradient::dv)}})};
-    return &launcher;
+inline Launcher functions_of_walk() {
+    return {{prepares<&mlstm_pass, &read_pass>("walk"),
+             prepares<&mlstm_pass_segments, &read_segments>("segments"),
+             {.name = "anchor_bytes", .tell = &anchor_bytes},
+             {.name = "flow_parts", .tell = &flow_parts}},
+            {{"GRADIENTS.dq", static_cast<int>(Gradient::dq)},
+             {"GRADIENTS.dk", static_cast<int>(Gradient::dk)},
+             {"GRADIENTS.dv", static_cast<int>(Gradient::dv)}}};
 }
+
+}  // namespace tfla_tk

@@ -1,4 +1,6 @@
 // What the launcher of the mLSTM step offers. Addresses are those of the tensors.
+#pragma once
+
 #include "scalar_gate/bindings/params_step.h"
 #include "scalar_gate/bindings/read_arguments.h"
 
@@ -21,12 +23,10 @@ void step(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{
-        {{.name = "mlstm_step", .run = &step}},
-        layout_and({{"MAX_KEYS", kDecodeMaxKeys}, {"MAX_SLICES", kDecodeMaxSlices}})};
-    return &launcher;
+inline Launcher functions_of_step() {
+    return {{{.name = "mlstm_step", .run = &step}},
+            {{"MAX_KEYS", kDecodeMaxKeys}, {"MAX_SLICES", kDecodeMaxSlices}}};
 }
+
+}  // namespace tfla_tk

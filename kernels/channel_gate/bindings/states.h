@@ -1,5 +1,7 @@
 // What the launcher of the walks of GLA's backward over the states offers. Addresses are prepared ones
 // (prepared_launches.h).
+#pragma once
+
 #include "channel_gate/bindings/params_backward.h"
 #include "channel_gate/bindings/read_arguments.h"
 
@@ -43,14 +45,13 @@ std::vector<std::int64_t> anchor_bytes(Arguments& x) {
 std::vector<std::int64_t> sums_bytes(Arguments& x) { return {gla_sums_bytes(read_shape(x))}; }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{{prepares<&gla_left, &read_states>("left"),
-                                    prepares<&gla_right, &read_states>("right"),
-                                    {.name = "anchor_bytes", .tell = &anchor_bytes},
-                                    {.name = "sums_bytes", .tell = &sums_bytes}},
-                                   constants_and({{"ANCHOR_CHUNKS", kAnchorChunks}})};
-    return &launcher;
+inline Launcher functions_of_states() {
+    return {{prepares<&gla_left, &read_states>("left"),
+             prepares<&gla_right, &read_states>("right"),
+             {.name = "anchor_bytes", .tell = &anchor_bytes},
+             {.name = "sums_bytes", .tell = &sums_bytes}},
+            {{"ANCHOR_CHUNKS", kAnchorChunks}}};
 }
+
+}  // namespace tfla_tk

@@ -1,5 +1,7 @@
 // What the launcher of the kernels around the walks of the backward offers. Addresses are prepared ones
 // (prepared_launches.h).
+#pragma once
+
 #include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/read_arguments.h"
 
@@ -130,18 +132,16 @@ std::vector<std::int64_t> gates_workspace_bytes(Arguments& x) {
 std::vector<std::int64_t> gates_of_chunk_bytes(Arguments&) { return {chunk_gates_bytes()}; }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{
-        {prepares<&mlstm_bwd_scan, &read_scan>("mlstm_bwd_scan"),
-         prepares<&mlstm_bwd_rows, &read_rows>("mlstm_bwd_rows"),
-         prepares<&mlstm_bwd_factors, &read_bwd_factors>("mlstm_bwd_factors"),
-         prepares<&mlstm_bwd_combine, &read_combine>("mlstm_bwd_combine"),
-         prepares<&mlstm_bwd_gates, &read_gates>("mlstm_bwd_gates"),
-         {.name = "chunk_gates_bytes", .tell = &gates_of_chunk_bytes},
-         {.name = "mlstm_bwd_gates_workspace_bytes", .tell = &gates_workspace_bytes}},
-        layout_and({})};
-    return &launcher;
+inline Launcher functions_of_backward() {
+    return {{prepares<&mlstm_bwd_scan, &read_scan>("mlstm_bwd_scan"),
+             prepares<&mlstm_bwd_rows, &read_rows>("mlstm_bwd_rows"),
+             prepares<&mlstm_bwd_factors, &read_bwd_factors>("mlstm_bwd_factors"),
+             prepares<&mlstm_bwd_combine, &read_combine>("mlstm_bwd_combine"),
+             prepares<&mlstm_bwd_gates, &read_gates>("mlstm_bwd_gates"),
+             {.name = "chunk_gates_bytes", .tell = &gates_of_chunk_bytes},
+             {.name = "mlstm_bwd_gates_workspace_bytes", .tell = &gates_workspace_bytes}},
+            {{"ANCHOR_CHUNKS", kAnchorChunks}}};
 }
+
+}  // namespace tfla_tk

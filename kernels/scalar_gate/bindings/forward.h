@@ -1,4 +1,6 @@
 // What the launcher of the forward offers. Addresses are prepared ones (prepared_launches.h).
+#pragma once
+
 #include "scalar_gate/bindings/read_arguments.h"
 
 namespace tfla_tk {
@@ -52,14 +54,13 @@ std::vector<std::int64_t> ctas_per_multiprocessor(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{{prepares<&mlstm_fwd, &read_forward>("forward"),
-                                    {.name = "workspace_bytes", .tell = &workspace_bytes},
-                                    {.name = "workspace_offsets", .tell = &workspace_offsets},
-                                    {.name = "ctas_per_multiprocessor", .tell = &ctas_per_multiprocessor}},
-                                   layout_and({})};
-    return &launcher;
+inline Launcher functions_of_forward() {
+    return {{prepares<&mlstm_fwd, &read_forward>("forward"),
+             {.name = "workspace_bytes", .tell = &workspace_bytes},
+             {.name = "workspace_offsets", .tell = &workspace_offsets},
+             {.name = "ctas_per_multiprocessor", .tell = &ctas_per_multiprocessor}},
+            {}};
 }
+
+}  // namespace tfla_tk

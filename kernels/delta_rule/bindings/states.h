@@ -1,5 +1,7 @@
 // What the launcher of the walks for the gradients of q and k offers. Addresses are prepared ones
 // (prepared_launches.h).
+#pragma once
+
 #include "delta_rule/bindings/params_states.h"
 #include "delta_rule/bindings/read_arguments.h"
 
@@ -39,16 +41,14 @@ template <auto kBytes> std::vector<std::int64_t> bytes_of_shared(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{
-        {prepares<&delta_left, &read_walk>("left"),
-         prepares<&delta_right, &read_walk>("right"),
-         {.name = "anchor_bytes", .tell = &anchor_bytes},
-         {.name = "written_bytes", .tell = &bytes_of_shared<&delta_written_bytes>},
-         {.name = "low_bytes", .tell = &bytes_of_shared<&delta_low_bytes>}},
-        constants_and({{"SEGMENT_CHUNKS", kSegmentChunks}, {"DELTA_ANCHOR_CHUNKS", kDeltaAnchorChunks}})};
-    return &launcher;
+inline Launcher functions_of_delta_states() {
+    return {{prepares<&delta_left, &read_walk>("left"),
+             prepares<&delta_right, &read_walk>("right"),
+             {.name = "anchor_bytes", .tell = &anchor_bytes},
+             {.name = "written_bytes", .tell = &bytes_of_shared<&delta_written_bytes>},
+             {.name = "low_bytes", .tell = &bytes_of_shared<&delta_low_bytes>}},
+            {{"DELTA_ANCHOR_CHUNKS", kDeltaAnchorChunks}}};
 }
+
+}  // namespace tfla_tk

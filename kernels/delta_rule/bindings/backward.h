@@ -1,4 +1,6 @@
 // What the launcher of the delta rule's backward offers. Addresses are prepared ones (prepared_launches.h).
+#pragma once
+
 #include "delta_rule/bindings/params_inputs.h"
 #include "delta_rule/bindings/read_arguments.h"
 
@@ -37,7 +39,7 @@ DeltaMirrorParams read_mirror(Arguments& x) {
 }
 
 // shape, parts of dq, parts of dk, dq, dk.
-DeltaCombineParams read_combine(Arguments& x) {
+DeltaCombineParams read_combine_of_heads(Arguments& x) {
     const DeltaShape shape = read_shape(x);
     return {x.operand(), x.operand(), x.operand(), x.operand(), shape};
 }
@@ -54,15 +56,13 @@ DeltaInputsBackwardParams read_inputs_backward(Arguments& x) {
 }
 
 }  // namespace
-}  // namespace tfla_tk
 
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher{
-        {prepares<&delta_mirror, &read_mirror>("mirror"), prepares<&delta_carry, &read_carry<true>>("carry"),
-         prepares<&delta_combine, &read_combine>("combine"),
-         prepares<&delta_strength, &read_strength>("strength"),
-         prepares<&delta_inputs_backward, &read_inputs_backward>("inputs_backward")},
-        constants_and({{"SEGMENT_CHUNKS", kSegmentChunks}, {"INPUT_TOKENS", kInputTokens}})};
-    return &launcher;
+inline Launcher functions_of_delta_backward() {
+    return {{prepares<&delta_mirror, &read_mirror>("mirror"),
+             prepares<&delta_combine, &read_combine_of_heads>("combine"),
+             prepares<&delta_strength, &read_strength>("strength"),
+             prepares<&delta_inputs_backward, &read_inputs_backward>("inputs_backward")},
+            {{"INPUT_TOKENS", kInputTokens}}};
 }
+
+}  // namespace tfla_tk

@@ -1,0 +1,126 @@
+"""What the host does for packed sequences that have new lengths in every call; no GPU is touched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tfla_tk
+from tfla_tk import build, delta_rule, gla, mlstm, simple_gla
+from tfla_tk.backends.tk import device, refusals
+from tfla_tk.backends.tk.channel_gate import backward as gla_backward
+from tfla_tk.backends.tk.channel_gate import call as gla_call
+from tfla_tk.backends.tk.channel_gate import launch as gla_launch
+from tfla_tk.backends.tk.delta_rule import call as delta_call
+from tfla_tk.backends.tk.delta_rule import launch as delta_launch
+from tfla_tk.backends.tk.scalar_gate import backward, forward, walks
+from tfla_tk.core.memo import LIMIT
+from tfla_tk.core.support import SUPPORTED
+
+HEADS, DIM = 2, 64
+OPS = {
+    "mlstm_chunkwise": mlstm._chunkwise,
+    "chunk_simple_gla": simple_gla._path,
+    "chunk_gla": gla._path,
+    "chunk_gated_delta_rule": delta_rule._path,
+}
+MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch)]
+MEMOS += [x._backwards for x in (backward, gla_backward, delta_launch)]
+
+
+class Module:
+    """Stands for a compiled module: its launches do nothing."""
+
+    CTAS_PER_MULTIPROCESSOR = 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "Forward":
+            return lambda *arguments: SimpleNamespace(launch=lambda *addresses: None)
+        if name == "Launches":
+            return lambda handles: SimpleNamespace(run=lambda starts, stream: None)
+        sizes = {"bytes": 4096, "parts": 1, "offsets": (0, 1024)}
+        prepared = sizes.get(name.rpartition("_")[2], SimpleNamespace(handle=None))
+        return lambda *arguments: prepared
+
+
+@pytest.fixture(autouse=True)
+def passes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = Module()
+    monkeypatch.setattr(build, "load", lambda instance: module)
+    monkeypatch.setattr(device, "supports", lambda *key: SUPPORTED)
+    monkeypatch.setattr(device, "load", lambda *key: SUPPORTED)
+    monkeypatch.setattr(refusals, "of_operands", lambda call: None)
+    found = {"multiprocessors": 132, "memory_rate": 4e6, "current_stream": 7}
+    for own in (forward, backward, walks, gla_call, gla_launch, gla_backward, delta_call, delta_launch):
+        for name in vars(own).keys() & {*found, *(f"_{name}" for name in found)}:
+            value = found[name.removeprefix("_")]
+            monkeypatch.setattr(own, name, lambda device, value=value: value)
+    forget_calls()
+    yield
+    forget_calls()
+
+
+def forget_calls() -> None:
+    for memo in (*MEMOS, *(path.plans for path in OPS.values())):
+        memo.clear()
+
+
+def packed(op: str, tokens: int, sequences: int, *, trains: bool = False) -> tuple[list[torch.Tensor], Any]:
+    """q, k, v and gates of a call of so many tokens, and the offsets of its sequences."""
+
+    def empty(*dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shape = (1, HEADS, tokens) if op == "mlstm_chunkwise" else (1, tokens, HEADS)
+        return torch.empty(*shape, *dims, dtype=dtype, requires_grad=trains)
+
+    x = [empty(DIM, dtype=torch.bfloat16) for _ in range(3)]
+    x += [empty(DIM)] if op == "chunk_gla" else [empty()] * (1 if op == "chunk_simple_gla" else 2)
+    return x, torch.arange(sequences + 1) * tokens // sequences
+
+
+def run(op: str, x: list[torch.Tensor], offsets: torch.Tensor) -> None:
+    """Forward and, where a gradient is recorded, backward."""
+    out = getattr(tfla_tk, op)(*x, cu_seqlens=offsets, backend="tk")
+    o = out[0] if isinstance(out, tuple) else out
+    if o.requires_grad:
+        torch.autograd.grad(o, list(dict.fromkeys(x)), o)
+
+
+def functions_called_by(op: str, *arguments: Any) -> int:
+    """Functions in Python that run for a call: its time, but for how busy the machine is."""
+    count = 0
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        run(op, *arguments)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_of_new_lengths_is_planned_in_few_steps(op: str) -> None:
+    """tests/gpu/test_new_lengths.py has the time. Twice as many take more than it allows."""
+    run(op, *packed(op, 500, 3, trains=True))
+    drawn = [packed(op, 1000 + tokens, 2 + tokens % 7, trains=True) for tokens in range(50)]
+    most = max(functions_called_by(op, *x) for x in drawn)
+    assert most < (1000 if op == "chunk_gated_delta_rule" else 650)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lengths_that_the_memo_has_forgotten_push_out_one_another_alone(op: str) -> None:
+    for tokens in range(LIMIT + 10):
+        run(op, *packed(op, 1000 + tokens, 2))
+    assert len(OPS[op].plans) == LIMIT
+    latest = packed(op, 1000 + LIMIT + 9, 2)
+    assert functions_called_by(op, *latest) < 60
+    # of the lengths before them all but the oldest are known
+    assert functions_called_by(op, *packed(op, 1000 + 10, 2)) < 100
