@@ -26,8 +26,7 @@ def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int
 
 def slices_of(launch: SimpleNamespace) -> tuple[int, int]:
     """Of the values' columns, in a walk: how wide one is, and how many there are."""
-    width = int(dict(launch.instance.defines)["TFLA_SLICE"])
-    return width, -(-launch.sizes[4] // width)
+    return launch.slice, -(-launch.sizes[4] // launch.slice)
 
 
 def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:

@@ -1,14 +1,11 @@
-"""The kernels of the mLSTM backward as tests replace them: modules that see what the real ones would see.
-
-`BackwardFormulas` computes what they compute, in fp64, from the addresses that they are given.
-"""
+"""The kernels of the mLSTM backward by their formulas, in fp64, on what lies at the addresses that they are given."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.build import Instance
-from tfla_tk.build.instances import mlstm_bwd
-from tfla_tk.core.layout import ADDRESS_BITS, ANCHOR_CHUNKS
+from tfla_tk.core.layout import ANCHOR_CHUNKS
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.reference.common import segment_sum
 
@@ -38,102 +33,16 @@ from .addresses import (
     sums_at,
     tensor_at,
 )
+from .stand_in import Kernels, placed
 
 SLOW_DECAY = 2.0**-12  # kSlowDecay
 SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 
-# of the modules' functions, as scalar_gate/bindings name them
-ARGUMENTS = {
-    "mlstm_bwd_scan": (
-        *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "eps", "scale"),
-        *("sigmoid_gate", "device"),
-    ),
-    "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device"),
-    "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device"),
-    "mlstm_bwd_combine": (*("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device"),),
-    "mlstm_bwd_gates": (
-        *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-        *("offsets", "sizes", "sigmoid_gate", "device"),
-    ),
-    "mlstm_pass": (
-        *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device"),
-    ),
-    "mlstm_pass_segments": (
-        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),
-        *("half", "sigmoid_gate", "device"),
-    ),
-}
-
-
-def placed(x: Any, starts: list[int]) -> Any:
-    """An argument of a prepared launch with addresses in place of the prepared ones, also in tuples."""
-    if isinstance(x, tuple):
-        return tuple(placed(each, starts) for each in x)
-    if not isinstance(x, int) or x < 1 << ADDRESS_BITS:
-        return x
-    return starts[(x >> ADDRESS_BITS) - 1] + x % (1 << ADDRESS_BITS)
-
-
-class BackwardModules:
-    """Gives every instance a module whose functions prepare calls of the methods of the same name.
-
-    A method gets the arguments of its function by name, with the `instance` of the module and the `stream`.
-
-    Attributes:
-        prepared: how many launches are.
-    """
-
-    def __init__(self) -> None:
-        self._modules: dict[Instance, ModuleType] = {}
-        self._launches: list[Callable[[list[int], int], None]] = []
-
-    @property
-    def prepared(self) -> int:
-        return len(self._launches)
-
-    def load(self, instance: Instance) -> ModuleType:
-        """For `build.load`."""
-        if instance not in self._modules:
-            self._modules[instance] = self._make(instance)
-        return self._modules[instance]
-
-    def _make(self, instance: Instance) -> ModuleType:
-        module = ModuleType(instance.name)
-        prefix = "mlstm_bwd" if instance == mlstm_bwd() else "mlstm_pass"
-        for name, names in ARGUMENTS.items():
-            if name.startswith(prefix):
-                setattr(module, name, self._function(instance, getattr(self, name), names))
-        for name, size in self.module_sizes(instance).items():
-            setattr(module, name, size)
-        module.Launches = self._in_order
-        return module
-
-    def _function(self, instance: Instance, method: Callable[..., None], names: tuple[str, ...]) -> Any:
-        def prepare(*arguments: Any) -> SimpleNamespace:
-            given = dict(zip(names, arguments, strict=True))
-
-            def run(starts: list[int], stream: int) -> None:
-                here = {name: placed(x, starts) for name, x in given.items()}
-                method(SimpleNamespace(instance=instance, stream=stream, **here))
-
-            self._launches.append(run)
-            return SimpleNamespace(handle=len(self._launches) - 1)
-
-        return prepare
-
-    def _in_order(self, handles: list[int]) -> SimpleNamespace:
-        """Several prepared launches, as the class of that name."""
-
-        def run(starts: list[int], stream: int) -> None:
-            for handle in handles:
-                self._launches[handle](starts, stream)
-
-        return SimpleNamespace(run=run)
-
-    def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
-        """The functions that say how much memory a kernel wants, by name."""
-        raise NotImplementedError
+# what a walk and the sums of its segments have in common
+WALK = (
+    *("gradient", "tile", "slice", "keys", "values", "e", "e_stride", "boundaries", "cut", "sizes", "group"),
+    *("half", "device"),
+)
 
 
 def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
@@ -144,8 +53,7 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """
     batch, heads, seq, dim_keys, dim_values = launch.sizes
     of_dv, of_dk = launch.gradient == 2, launch.gradient == 1
-    width = int(dict(launch.instance.defines)["TFLA_DIM_KEYS"])
-    log2_w, e, e_stride, chunk_m = launch.rows
+    width = launch.tile
     c, n, log2_decay = launch.boundaries
     (_, slices), slots = slices_of(launch), chunk_slots(launch.cut, seq)
     starts = range(0, dim_keys, width)
@@ -158,7 +66,7 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
         seen.share, seen.state_columns = share, dim_values if of_dv else dim_keys
         seen.sizes = (batch, heads, seq, min(width, dim_keys - start), dim_values)
         seen.keys = (behind(launch.keys[0], start), *launch.keys[1:])
-        seen.rows = (log2_w, behind(e, share * e_stride), chunk_m)
+        seen.e = behind(launch.e, share * launch.e_stride)
         own_n = share * boundary_slots(launch) * dim_values if of_dk else 0
         seen.boundaries = (behind(c, start), behind(n, own_n), log2_decay)
         if hasattr(launch, "out"):
@@ -174,11 +82,20 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
         yield seen
 
 
+def tokens_at(launch: SimpleNamespace, name: str, dim: int) -> Tensor:
+    """An operand of a walk or its segments kernel, [B, NH, S, dim]; some heads may share one of q and of k."""
+    batch, heads, seq, *_ = launch.sizes
+    if name in (("queries", "keys") if launch.gradient == 2 else ("values", "factor")):
+        found = operand_at(getattr(launch, name), (batch, heads // launch.group, seq, dim))
+        return found if launch.group == 1 else found.repeat_interleave(launch.group, 1)
+    return operand_at(getattr(launch, name), (batch, heads, seq, dim))
+
+
 def exact(x: Tensor) -> Tensor:
     return x
 
 
-class BackwardFormulas(BackwardModules):
+class BackwardFormulas(Kernels):
     """tk_backward.mlstm_bwd with the formula of every kernel in its place, in fp64.
 
     Attributes:
@@ -186,14 +103,35 @@ class BackwardFormulas(BackwardModules):
         anchored: whether the flows at the anchors are used.
         slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
+        computes: whether results are written.
         row_sums: of the last call's walks by name, whole and inter.
         summed: the gradients for which segments have been summed.
     """
+
+    ARGUMENTS = {
+        "mlstm_bwd_scan": (
+            *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "scale"),
+            *("sigmoid_gate", "device"),
+        ),
+        "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "half", "device"),
+        "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "device"),
+        "mlstm_bwd_combine": ("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device"),
+        "mlstm_bwd_gates": (
+            *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
+            *("offsets", "sizes", "sigmoid_gate", "device"),
+        ),
+        "walk": (
+            *("of_walk", "gates", "queries", "out", "factor", "entering", "leaving", "sums", "anchors"),
+            "ticket",
+        ),
+        "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "sigmoid_gate"),
+    }
 
     def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
         super().__init__()
         self.row_factors, self.gate_gradients = row_factors, gate_gradients
         self.segment_chunks = 10_000
+        self.computes = True
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
         self.slow_decay = SLOW_DECAY
@@ -212,14 +150,26 @@ class BackwardFormulas(BackwardModules):
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
-        if instance == mlstm_bwd():
-            return {"mlstm_bwd_gates_workspace_bytes": lambda *sizes: 1, "chunk_gates_bytes": lambda: 1}
-        width = int(dict(instance.defines)["TFLA_DIM_KEYS"])
-        return {
-            "anchor_bytes": lambda *sizes: 1,
-            "flow_parts": lambda dim_keys, dim_values: -(-dim_keys // width),
-        }
+    def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
+        return 1
+
+    def chunk_gates_bytes(self) -> int:
+        return 1
+
+    def anchor_bytes(self, *sizes: int) -> int:
+        return 1
+
+    def flow_parts(
+        self, batch: int, heads: int, dim_keys: int, dim_values: int, tile: int, slice_: int
+    ) -> int:
+        return -(-dim_keys // tile)
+
+    def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
+        vars(launch).update({name: placed(x, starts) for name, x in vars(launch).items()})
+        if hasattr(launch, "of_walk"):
+            vars(launch).update(zip(WALK, launch.of_walk, strict=True))
+        if self.computes:
+            getattr(self, f"compute_{launch.name}")(launch)
 
     def cut(self, sequences: int, tokens: int, *_: Any) -> segments.Cut:
         """For `segments.cut`."""
@@ -229,22 +179,23 @@ class BackwardFormulas(BackwardModules):
         """For `segments.cut_packed`."""
         return segments.Cut(sequences + tokens // (CHUNK * self.segment_chunks), self.segment_chunks)
 
-    def mlstm_bwd_scan(self, x: SimpleNamespace) -> None:
+    def compute_mlstm_bwd_scan(self, x: SimpleNamespace) -> None:
         """Kept as it was asked for: the walks' weights are computed where they are used."""
         log2_w = None
-        if x.rows[0]:
-            d, m = (tensor_at(row, torch.float64, x.sizes) if row else None for row in x.rows)
-            log2_w, _ = self.row_factors(torch.zeros(x.sizes, dtype=torch.float64), d, m, x.eps)
+        *rows, eps = x.rows
+        if rows[0]:
+            d, m = (tensor_at(row, torch.float64, x.sizes) if row else None for row in rows)
+            log2_w, _ = self.row_factors(torch.zeros(x.sizes, dtype=torch.float64), d, m, eps)
         self.scanned[x.gates] = x, log2_w
 
-    def mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
+    def compute_mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
         assert x.rows[0] != 0  # without normaliser there is nothing to read dh and h for
         *_, part_columns = x.sizes
         dh, h = (operand_at(operand, x.sizes[:4]) for operand in (x.dh, x.h))
         products = (dh * self.rounded(h)).split(part_columns, dim=-1)
         self.write_factors(x, [of_part.sum(-1) for of_part in products])
 
-    def mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
+    def compute_mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
         pointer, stride, slices, part_slices = x.dots
         found = [torch.zeros(x.count, dtype=torch.float64) for _ in range(0, slices, part_slices)]
         for number in range(slices):
@@ -255,15 +206,16 @@ class BackwardFormulas(BackwardModules):
     def write_factors(self, x: SimpleNamespace, dh_h: list[Tensor]) -> None:
         """e of every part of V, from dh_t.h_t of the parts, and log2 w of every row where it is wanted."""
         log2_w, e, e_stride = x.factors
+        *rows, eps = x.rows
         size = dh_h[0].shape
         for part, of_part in enumerate(dh_h):
-            given = (tensor_at(row, torch.float64, size) if row else None for row in x.rows)
+            given = (tensor_at(row, torch.float64, size) if row else None for row in rows)
             own_e = e + torch.float64.itemsize * part * e_stride
-            for at, factor in zip((log2_w, own_e), self.row_factors(of_part, *given, x.eps), strict=True):
+            for at, factor in zip((log2_w, own_e), self.row_factors(of_part, *given, eps), strict=True):
                 if at:
                     tensor_at(at, torch.float64, size).copy_(factor)
 
-    def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
+    def compute_segments(self, x: SimpleNamespace) -> None:
         self.summed.add(("dq", "dk")[x.gradient])
         for share in shares_of(x):
             self.sum_segments(share)
@@ -273,10 +225,8 @@ class BackwardFormulas(BackwardModules):
         forward = x.gradient == 0
         walk = Walk.of(x)
         log2_w, e_of_rows = walk.factors
-        batch, heads, seq, dim_keys, dim_values = x.sizes
         all_keys, all_values = (
-            operand_at(operand, (batch, heads, seq, dim))
-            for operand, dim in ((x.keys, dim_keys), (x.values, dim_values))
+            tokens_at(x, name, dim) for name, dim in zip(("keys", "values"), x.sizes[3:], strict=True)
         )
         boundary = walk.boundary(x)
         for sequence in walk.sequences:
@@ -301,7 +251,7 @@ class BackwardFormulas(BackwardModules):
                 if n is not None and not (forward and x.share > 0):  # the same for all
                     n.copy_(own_n)
 
-    def mlstm_bwd_combine(self, x: SimpleNamespace) -> None:
+    def compute_mlstm_bwd_combine(self, x: SimpleNamespace) -> None:
         heads, seq, dim_qk, dim_v = x.sizes
         _, _, sequences, count, _ = x.cut
         slots = (count - sequences) * heads
@@ -325,12 +275,11 @@ class BackwardFormulas(BackwardModules):
                     carried = own + decay * carried
                     own.copy_(carried)
 
-    def mlstm_pass(self, x: SimpleNamespace) -> None:
-        gates, *of_e = x.gates
-        scan, log2_w = self.scanned[gates]
+    def compute_walk(self, x: SimpleNamespace) -> None:
+        scan, log2_w = self.scanned[x.gates]
         assert scan.offsets == x.cut[:3] and scan.sizes == x.sizes[:3]
         x.i, x.f, x.scale, x.sigmoid_gate = scan.i, scan.f, scan.scale, scan.sigmoid_gate
-        x.rows = (0 if log2_w is None else log2_w.data_ptr(), *of_e, scan.chunk_m)
+        x.log2_w, x.chunk_m = 0 if log2_w is None else log2_w.data_ptr(), scan.chunk_m
         for share in shares_of(x):
             self.walk_share(share)
 
@@ -339,10 +288,8 @@ class BackwardFormulas(BackwardModules):
         forward, turned = x.gradient == 0, x.gradient != 2
         walk = Walk.of(x)
         batch, heads, seq, dim_keys, dim_values = x.sizes
-        queries, keys = (operand_at(y, (batch, heads, seq, dim_keys)) for y in (x.queries, x.keys))
-        values, out, factor = (
-            operand_at(y, (batch, heads, seq, dim_values)) for y in (x.values, x.out, x.factor)
-        )
+        queries, keys = (tokens_at(x, name, dim_keys) for name in ("queries", "keys"))
+        values, out, factor = (tokens_at(x, name, dim_values) for name in ("values", "out", "factor"))
         states = (x.cut[2], heads)
         entering = states_at(x.entering, states, x, torch.float64)
         leaving = states_at(x.leaving, states, x, torch.float64)
@@ -414,7 +361,7 @@ class BackwardFormulas(BackwardModules):
                 if given is not None:
                     given[sequence.which] = y
 
-    def mlstm_bwd_gates(self, x: SimpleNamespace) -> None:
+    def compute_mlstm_bwd_gates(self, x: SimpleNamespace) -> None:
         batch, heads, seq, dim_qk, dim_v = x.sizes
         bounds = bounds_at(x.offsets, seq)
         sequences = x.offsets[2]
@@ -432,13 +379,21 @@ class BackwardFormulas(BackwardModules):
             name: tuple(y.sum(0) for y in sums_at(given, size, slots))
             for name, given in (("dq", x.q_dq), ("dk", x.k_dk))
         }
-        i, f, di, df = (gate_at(gate, size) for gate in (x.i, x.f, x.di, x.df))
+        f, df = gate_at(x.f, size), gate_at(x.df, size)
+        is_decay = x.i[0] == 0
+        i, di = (torch.empty_like(f), None) if is_decay else (gate_at(gate, size) for gate in (x.i, x.di))
+        if is_decay:  # as gates: sigmoid(i) = 1, and log sigmoid(f) is what is given
+            i.fill_(math.inf)
+            f = f - torch.log(-torch.expm1(f))
         chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
         pointer, before, parts, chunks = x.anchors
         assert before == pointer and chunks == ANCHOR_CHUNKS
         known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
         found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
-        di.copy_(found[0]), df.copy_(found[1])
+        if is_decay:
+            df.copy_(found[1] / torch.sigmoid(-f))
+        else:
+            di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
 
 
@@ -452,7 +407,7 @@ class Walk:
     """What a walk and its segments kernel walk over.
 
     Attributes:
-        i, f: [B, NH, S].
+        log_i, log_f: [B, NH, S].
         factors: log2_w and e, [B, NH, S].
         chunk_m: [B, NH, slots], None with the sigmoid gate.
         slots: per head, of what there is once per chunk.
@@ -460,8 +415,8 @@ class Walk:
         scale: of q k^T.
     """
 
-    i: Tensor
-    f: Tensor
+    log_i: Tensor
+    log_f: Tensor
     factors: tuple[Tensor, Tensor]
     chunk_m: Tensor | None
     slots: int
@@ -473,16 +428,22 @@ class Walk:
         """Of a share."""
         batch, heads, seq, *_ = x.sizes
         size, slots = (batch, heads, seq), chunk_slots(x.cut, seq)
-        assert x.sigmoid_gate == (x.rows[2] == 0)
+        assert x.sigmoid_gate == (x.chunk_m == 0)
         log2_w, e = (
             tensor_at(pointer, torch.float64, size) if pointer else torch.zeros(size, dtype=torch.float64)
-            for pointer in x.rows[:2]
+            for pointer in (x.log2_w, x.e)
         )
+        chunk_m, f = chunk_m_at(x.chunk_m, (batch, heads, slots)), gate_at(x.f, size)
+        if x.i[0] == 0:  # a scalar decay
+            log_i, log_f = torch.zeros_like(f), f
+        else:
+            i, log_f = gate_at(x.i, size), logsigmoid(f)
+            log_i = logsigmoid(i) if chunk_m is None else i
         return cls(
-            gate_at(x.i, size),
-            gate_at(x.f, size),
+            log_i,
+            log_f,
             (log2_w, e),
-            chunk_m_at(x.rows[2], (batch, heads, slots)),
+            chunk_m,
             slots,
             sequences_of(x.cut, heads, seq),
             x.scale,
@@ -496,8 +457,7 @@ class Walk:
 
     def chunk_factors(self, own: slice, slot: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of one chunk s W_tj / w_t, s e^{b_t + m_in - m_t} / w_t, w^end_j, and the state's decay."""
-        log_i = logsigmoid(self.i[:, :, own]) if self.chunk_m is None else self.i[:, :, own]
-        log_f = logsigmoid(self.f[:, :, own])
+        log_i, log_f = self.log_i[:, :, own], self.log_f[:, :, own]
         intra, inter = segment_sum(log_f) + log_i[..., None, :], log_f.cumsum(-1)
         m_t = torch.zeros_like(inter)
         if self.chunk_m is not None:

@@ -1,4 +1,4 @@
-"""Kernel instances compiled once for all the tests and worker processes, and what is in their SASS."""
+"""Instances compiled once for all the tests and worker processes, and what is in their SASS; launchers."""
 
 from __future__ import annotations
 
@@ -6,53 +6,29 @@ import functools
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
 
 import pytest
 
 from tfla_tk import build, env
-from tfla_tk.build import builder
-from tfla_tk.build.disassembly import cubin_of_module
-from tfla_tk.build.instances import (
-    all_instances,
-    for_scalar_decay,
-    mlstm_bwd,
-    mlstm_fwd,
-    mlstm_pass,
-    mlstm_sequence,
-    mlstm_step,
-)
+from tfla_tk.build import Instance, Launcher, builder
 from tfla_tk.build.locking import file_lock
 from tfla_tk.core.layout import GRADIENTS
 
 from .sass import Instruction, functions_of
 
-T = TypeVar("T")
-
-# whose Python modules the tests import: they are compiled with their host code and bindings
-IMPORTED = (
-    mlstm_fwd(64, 64),
-    for_scalar_decay(mlstm_fwd(64, 64)),
-    mlstm_bwd(),
-    mlstm_pass("dq", 64, 128),
-    mlstm_step(),
-    mlstm_sequence(8),
-)
 # whatever the compile gate looks at
-GATED = all_instances()
+GATED = build.all_instances()
 
 _GRADIENTS = tuple(GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
 # a kernel's config in its symbol: type, tile and, in any order, flags, gate and gradient
-_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
+_CONFIG = re.compile(r"ConfigI\d+\w+?Li(\d+)ELi(\d+)E(\w*?)EEv")
 _FLAG = re.compile(r"Lb([01])E")
-_GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
 _GRADIENT = re.compile(r"\d+GradientE(\d)E")
-_KERNEL = re.compile(r"\d+((?:mlstm|delta|gla)_[a-z_]+?)(?:_kernel)?[IE]")
+_KERNEL = re.compile(r"\d+((?:mlstm|delta|gla)_[a-z_]+?)_kernel[IE]")
 
 
 def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
@@ -62,24 +38,17 @@ def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with what its symbol names; gradient "" where it has none, gate ""
-    where it is an argument.
+    """The SASS of one kernel, with what its symbol names; gradient "" where it has none.
 
     Of a walk of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
     """
 
     name: str
-    half: bool
     dim_qk: int
     slice_v: int
     normalize: bool
-    gate: str
     gradient: str
     instructions: list[Instruction]
-
-    @property
-    def wgmmas(self) -> int:
-        return sum(opcode.startswith("HGMMA") for opcode, _ in self.instructions)
 
     def stages(self) -> list[Counter[str]]:
         """What the program holds while wgmmas are in flight, from WARPGROUP.ARRIVE to the wait for all.
@@ -98,8 +67,7 @@ class Kernel:
             elif stage is None:
                 continue
             elif opcode.startswith("HGMMA"):
-                of_scores = (opcode, operands.split(",")[0]) == scores or self.name != "mlstm_fwd"
-                shared = "scores" if of_scores else "inter"
+                shared = "scores" if (opcode, operands.split(",")[0]) == scores else "inter"
                 stage[shared if _is_wgmma_of_shared(opcode, operands) else "register"] += 1
             elif opcode == "WARPGROUP.DEPBAR.LE" and operands.endswith("0x0"):
                 found.append(stage)
@@ -111,90 +79,64 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One instance: what ptxas said, the SASS of its kernels by symbol, and of those that multiply matrices
-    what their symbols name.
-    """
+    """One instance: what ptxas said, and the SASS of its kernels by symbol."""
 
-    instance: build.Instance
+    instance: Instance
     ptxas_log: str
     functions: dict[str, list[Instruction]]
-    every_kernel: list[Kernel]
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The fused ones of mLSTM's forward."""
-        return [kernel for kernel in self.every_kernel if kernel.name in ("mlstm_fwd", "mlstm_transposed")]
-
-
-def kernels_of(functions: dict[str, list[Instruction]]) -> list[Kernel]:
-    """The kernels whose symbols name a config."""
-    found: list[Kernel] = []
-    for function, instructions in functions.items():
-        name, config = _KERNEL.search(function), _CONFIG.search(function)
-        assert name, f"{function} is no kernel of this package"
-        if not config:
-            continue
-        length, text, dim_qk, slice_v, rest = config.groups()
-        flags, gate = _FLAG.findall(rest), _GATE.search(rest)
-        gradient = _GRADIENT.search(rest)
-        found.append(
-            Kernel(
-                name=name[1],
-                half=text[: int(length)] == "__half",
-                dim_qk=int(dim_qk),
-                slice_v=int(slice_v),
-                normalize=flags == ["1"],
-                gate=gate[1] if gate else "",
-                gradient=_GRADIENTS[int(gradient[1])] if gradient else "",
-                instructions=instructions,
-            )
-        )
-    return found
+        """Those whose symbols name a config."""
+        found: list[Kernel] = []
+        for function, instructions in self.functions.items():
+            name, config = _KERNEL.search(function), _CONFIG.search(function)
+            assert name, f"{function} is no kernel of this package"
+            if config:
+                dim_qk, slice_v, rest = config.groups()
+                gradient, normalize = _GRADIENT.search(rest), _FLAG.findall(rest) == ["1"]
+                of = _GRADIENTS[int(gradient[1])] if gradient else ""
+                found.append(Kernel(name[1], int(dim_qk), int(slice_v), normalize, of, instructions))
+        return found
 
 
 class Compiler:
-    """Compiles instances into a folder that worker processes share: each of them once."""
+    """Compiles instances into a folder that worker processes share, each of them once, and loads launchers.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._modules: dict[build.Instance, ModuleType] = {}
+    Args:
+        cache: of launchers, for this run of the tests and later ones.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self._cache = folder, cache
+        self._launchers: dict[Launcher, ModuleType] = {}
         # a disassembly takes tens of megabytes as objects
         self.compiled = functools.lru_cache(maxsize=4)(self._compiled)
 
-    def module(self, instance: build.Instance) -> ModuleType:
-        """The Python module of an instance, as on a GPU machine."""
-        assert instance in IMPORTED, f"{instance.name} is compiled without bindings: add it to IMPORTED"
-        if instance not in self._modules:
-            self._modules[instance] = self._in_own_cache(lambda: build.load(instance))
-        return self._modules[instance]
+    def launcher(self, launcher: Launcher) -> ModuleType:
+        """What a launcher offers to Python, without machine code of kernels."""
+        if launcher not in self._launchers:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(
+                    env.THUNDERKITTENS_ROOT.name, str(build.find_thunderkittens(clone=False).root)
+                )
+                patch.setenv(env.CACHE_DIR.name, str(self._cache))
+                for loaded in ("_launchers", "_attached", "_files"):
+                    patch.setattr(builder, loaded, {})
+                self._launchers[launcher] = build.load(launcher)
+        return self._launchers[launcher]
 
-    def _compiled(self, instance: build.Instance) -> Compiled:
-        assert instance in GATED, f"{instance.name} is compiled late and not on record: add it to GATED"
+    def _compiled(self, instance: Instance) -> Compiled:
+        assert instance in GATED, f"{instance.name} is not on record: it has to be one of all_instances"
         pickled = self.folder / f"{instance.name}.pickle"
         with file_lock(self.folder / f"{instance.name}.lock"):
             if not pickled.exists():
-                found = self._compile(instance)
+                result = build.compile_instance(instance, self.folder)
+                functions = functions_of(build.disassemble(result.cubin))
+                result.cubin.unlink()
+                found = Compiled(instance, result.ptxas_log, functions)
                 pickled.write_bytes(pickle.dumps(found))
                 return found
         found = pickle.loads(pickled.read_bytes())
         assert isinstance(found, Compiled)
         return found
-
-    def _compile(self, instance: build.Instance) -> Compiled:
-        if instance in IMPORTED:
-            (built,) = self._in_own_cache(lambda: build.ensure([instance]))
-            log, cubin = built.ptxas_log, cubin_of_module(built.module, self.folder / instance.name)
-        else:
-            result = build.compile_cubin(instance, self.folder)
-            log, cubin = result.ptxas_log, result.cubin
-        functions = functions_of(build.disassemble(cubin))
-        cubin.unlink()
-        return Compiled(instance, log, functions, kernels_of(functions))
-
-    def _in_own_cache(self, run: Callable[[], T]) -> T:
-        """Run with a cache of modules below the folder, and nothing loaded."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(env.THUNDERKITTENS_ROOT.name, str(build.find_thunderkittens(clone=False).root))
-            patch.setenv(env.CACHE_DIR.name, str(self.folder / "cache"))
-            patch.setattr(builder, "_loaded", {})
-            return run()

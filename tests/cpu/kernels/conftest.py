@@ -1,10 +1,10 @@
-"""Every kernel instance compiled once for all the tests and worker processes; the backward in formulas."""
+"""Every instance compiled once for all the tests and worker processes; the backward in formulas."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,15 +21,14 @@ from tfla_tk.core.layout import DTYPES
 from tfla_tk.core.memo import Memo
 
 from . import summary
-from .addresses import CHUNK
 from .backward_emulation import BackwardFormulas
-from .backward_launches import Launches
-from .compiled import GATED, IMPORTED, Compiled, Compiler
+from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
 from .stand_in import launch_instead
 
 MEMORY_RATE = 3.35e6  # of an H100's memory, in bytes per microsecond
-TURNS = 28  # days in which every instance is compiled
+# days in which every instance is compiled: in one of them as many as take two minutes of a CPU core
+TURNS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +49,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def compiler(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+def compiler(
+    kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Compiler:
     """One for all tests and worker processes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder /= "kernels"
     folder.mkdir(exist_ok=True)
-    return Compiler(folder)
+    cache = getattr(pytestconfig, "cache", None)
+    return Compiler(folder, folder if cache is None else cache.mkdir("tfla_tk"))
 
 
 @pytest.fixture(scope="session")
@@ -67,15 +69,14 @@ def compile_once(compiler: Compiler, pytestconfig: pytest.Config) -> Callable[[b
     Skips the test where the record holds what the sources of the instance give: all that looks at compiled
     kernels has looked at these. Some of these are compiled all the same, others each day.
     """
-    for tool in ("nvdisasm", "cuobjdump"):
-        if find_tool(tool) is None:
-            pytest.skip(f"no {tool}")
+    if find_tool("nvdisasm") is None:
+        pytest.skip("no nvdisasm")
     every = pytestconfig.getoption("every_kernel") or pytestconfig.getoption("write_sass_summary")
     today = datetime.date.today().toordinal()
 
     def compiled(instance: build.Instance) -> Compiled:
         in_turn = GATED.index(instance) % TURNS == today % TURNS
-        if not (every or in_turn or instance in IMPORTED) and summary.is_unchanged(instance):
+        if not (every or in_turn) and summary.is_unchanged(instance):
             pytest.skip("unchanged since it was recorded; --every-kernel compiles it")
         return compiler.compiled(instance)
 
@@ -83,48 +84,27 @@ def compile_once(compiler: Compiler, pytestconfig: pytest.Config) -> Callable[[b
 
 
 @pytest.fixture(scope="session")
-def load_once(compiler: Compiler) -> Callable[[build.Instance], ModuleType]:
-    """The Python module of an instance."""
-    return compiler.module
+def load_once(compiler: Compiler) -> Callable[[build.Launcher], ModuleType]:
+    """What a launcher offers to Python."""
+    return compiler.launcher
 
 
 # The backward with other things in the place of its kernels
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Of tk_backward.mlstm_bwd, whose kernels are not run."""
-    recorder = Launches()
-    launch_instead(monkeypatch, tk_backward, recorder)
-    monkeypatch.setattr(tk_backward, "_backwards", Memo())
-    return recorder
-
-
-@pytest.fixture
-def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts every sequence into segments of one chunk."""
-
-    def cut(sequences: int, tokens: int, *_: Any) -> segments.Cut:
-        return segments.Cut(sequences * -(-tokens // CHUNK), 1)
-
-    def cut_packed(sequences: int, tokens: int, *_: Any) -> segments.Cut:
-        return segments.Cut(sequences + tokens // CHUNK, 1)
-
-    monkeypatch.setattr(segments, "cut", cut)
-    monkeypatch.setattr(segments, "cut_packed", cut_packed)
-
-
-@pytest.fixture
 def backward_formulas(
     monkeypatch: pytest.MonkeyPatch, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]
-) -> BackwardFormulas:
+) -> Iterator[BackwardFormulas]:
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
-    launch_instead(monkeypatch, tk_backward, found, stream=0)
+    launch_instead(monkeypatch, found, tk_backward)
     monkeypatch.setattr(tk_backward, "_backwards", Memo())
     monkeypatch.setattr(segments, "cut", found.cut)
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64
     monkeypatch.setattr(tk_walks, "FLOAT", torch.float64.itemsize)
     monkeypatch.setitem(DTYPES, torch.float64, -1)
-    return found
+    tk_walks.make_plan.cache_clear()
+    yield found
+    tk_walks.make_plan.cache_clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .addresses import CHUNK
 from .delta_arguments import Arguments, Piece, chunks_of, matrices_at, matrices_of, pieces_of, sequences_in
-from .stand_in import PreparedLaunches
+from .stand_in import Kernels
 
 FORGOTTEN = -100  # log2 of a bound on what is left of a state
 CARRIED = -1  # in the place of leads
@@ -48,7 +48,7 @@ class HeadsOfLead(NamedTuple):
         return self.lead == CARRIED
 
 
-class BeforeWalks(PreparedLaunches):
+class BeforeWalks(Kernels):
     """The launches before a walk, and what walks ask about a split.
 
     Attributes:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, reference
+from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch
 from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS
 from tfla_tk.core.memo import Memo
@@ -26,6 +26,7 @@ from .delta_arguments import (
     sequences_in,
 )
 from .delta_before_walks import BeforeWalks, HeadsOfLead
+from .stand_in import launch_instead
 
 WARP, WALKER = 16, 64  # columns that a warp's sums are over, and those that the mirror's producer adds up
 ANCHOR_BYTES = 1000
@@ -76,7 +77,7 @@ class SumsOfWalk:
 
 
 class Kernel(BeforeWalks):
-    """Stands for the modules of all instances.
+    """Stands for the launchers of the delta rule.
 
     Attributes:
         begun: where the walks over the states began: walk, sequence, first token of the segment.
@@ -406,12 +407,9 @@ def launch_delta_instead(monkeypatch: pytest.MonkeyPatch, segment_chunks: int = 
         segment_chunks: of a segment of the walks over the states.
     """
     found = Kernel(segment_chunks * CHUNK)
-    monkeypatch.setattr(build, "load", found.load)
-    for module in (inputs, launch):
-        monkeypatch.setattr(module, "current_stream", lambda device: 7)
+    launch_instead(monkeypatch, found, call, inputs, launch)
     for memo in ("_forwards", "_backwards"):
         monkeypatch.setattr(launch, memo, Memo())
-    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call, "SEGMENT_CHUNKS", segment_chunks)
     return found
 

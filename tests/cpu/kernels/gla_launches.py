@@ -13,19 +13,19 @@ from tfla_tk import reference
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
 from .addresses import tensor_at
-from .stand_in import PreparedLaunches
+from .stand_in import Kernels
 
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 # of the modules' functions, as channel_gate/bindings name them
 ARGUMENTS = {
-    "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers"),
-    "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
+    "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "tile"),
+    "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "tile"),
 }
-ARGUMENTS["forward"] += ("borders", "slice_of_k")
-ARGUMENTS["mirror"] += ("borders", "slice_of_k")
+ARGUMENTS["forward"] += ("walkers", "borders", "slice_of_k")
+ARGUMENTS["mirror"] += ("walkers", "borders", "slice_of_k")
 ARGUMENTS["left"] = ARGUMENTS["right"] = (
-    *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
-    *("borders", "slice"),
+    *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "tile"),
+    *("walkers", "borders", "slice"),
 )
 ARGUMENTS["segments"] = (
     *("shape", "keys", "values", "g", "g_dtype", "entering", "borders", "decays", "scale", "backward"),
@@ -33,7 +33,7 @@ ARGUMENTS["segments"] = (
 ANCHOR_BYTES = 48  # anything
 
 
-class Kernel(PreparedLaunches):
+class Kernel(Kernels):
     """Computes the reference of what lies at the addresses."""
 
     ARGUMENTS = ARGUMENTS
@@ -44,7 +44,7 @@ class Kernel(PreparedLaunches):
         self.of_sums: list[tuple[int, ...]] = []  # likewise sums_bytes
         self.of_parts: list[tuple[int, ...]] = []  # likewise part_bytes
 
-    def anchor_bytes(self, shape: tuple[int, ...]) -> int:
+    def anchor_bytes(self, shape: tuple[int, ...], tile: int) -> int:
         self.of_anchors.append(shape)
         return ANCHOR_BYTES
 
@@ -222,6 +222,7 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     if x.name == "segments":
         write_borders(of)
         return
+    assert x.tile >= (of.dim_k if x.name in ("forward", "mirror") else of.dim_v)
     options = of.options()
     if x.name == "forward":
         q, k, v = (t.float() if of.part else t for t in (of.keys(x.q), of.keys(x.k), of.values(x.v)))

@@ -116,7 +116,7 @@ class Section(NamedTuple):
 
 def key_of(instance: build.Instance) -> str:
     """Of the sources of an instance as they are."""
-    return source_key(instance, build.find_thunderkittens(clone=False))
+    return source_key(instance, build.find_thunderkittens(clone=False).identity)
 
 
 @functools.cache

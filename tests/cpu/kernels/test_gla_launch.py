@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, reference
+from tfla_tk import reference
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward, call, launch, support
+from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut, Kept
 from tfla_tk.core.memo import Memo
@@ -20,6 +21,7 @@ from tfla_tk.core.support import SUPPORTED
 
 from .addresses import at_odd_address
 from .gla_launches import ANCHOR_BYTES, Kernel
+from .stand_in import launch_instead
 
 B, T, H = 2, 150, 3
 
@@ -27,10 +29,7 @@ B, T, H = 2, 150, 3
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
-    monkeypatch.setattr(build, "load", found.load)
-    for module in (launch, backward):
-        monkeypatch.setattr(module, "current_stream", lambda device: 7)
-    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    launch_instead(monkeypatch, found, call, launch, backward)
     monkeypatch.setattr(segments, "cut", lambda n, tokens, *_: Cut(n, -(-tokens // 64)))
     monkeypatch.setattr(segments, "cut_packed", lambda n, tokens, *_: Cut(n, tokens // 64 + 1))
     monkeypatch.setattr(launch, "_forwards", Memo())
@@ -129,25 +128,15 @@ def test_wide_keys_take_launches_of_128_channels(
     dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel
 ) -> None:
     check(draw(dims=dims, offsets=offsets))
-    assert [instance.name for instance in kernel.instances] == ["gla_forward_k128"]
-    first, last = kernel.launches
-    assert (first.shape[8], last.shape[8]) == (128, dims[0] - 128)
-    part = first.slice_of_k[1]
-    assert first.slice_of_k == (dims[0] - 128, part, True, False)
-    assert last.slice_of_k == (128, part, False, True)
+    assert [x.shape[8] for x in kernel.launches] == [128, dims[0] - 128]
 
 
 def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
     for _ in range(3):
         check(draw())
-    assert len(kernel.instances) == 1
+    assert kernel.prepared == 1
     check(draw(dims=(96, 64)))
-    names = [instance.name for instance in kernel.instances]
-    assert names == [
-        "gla_forward_k64",
-        "gla_forward_k128",
-    ]
-    assert [x.walkers for x in kernel.launches] == [2, 2, 2, 1]
+    assert kernel.prepared == 2
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["alone", "kept"])
@@ -277,13 +266,9 @@ def test_backward_of_views(kernel: Kernel) -> None:
 def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
     for _ in range(3):
         check_backward(draw())
-    assert len(kernel.instances) == 2
+    assert kernel.prepared == 3
     check_backward(draw(dims=(96, 208)))
-    names = [instance.name for instance in kernel.instances]
-    assert names == [
-        *("gla_backward_k64", "gla_states_v128"),
-        *("gla_backward_k128", "gla_states_v256"),
-    ]
+    assert kernel.prepared == 6
 
 
 @pytest.mark.parametrize(
@@ -309,7 +294,7 @@ def test_calls_with_and_without_the_option_are_prepared_apart(kernel: Kernel) ->
     for batch_invariant in (False, True, False, True):
         check_backward(draw(dims=(128, 64), batch_invariant=batch_invariant))
     assert [x.walkers for x in kernel.launches if x.name != "mirror"] == [1, 1, 2, 2] * 2
-    assert len(kernel.instances) == 4
+    assert kernel.prepared == 6
 
 
 WIDE = [(256, 128), (192, 256), (128, 384), (256, 512), (96, 320), (144, 272)]
@@ -322,24 +307,9 @@ def test_the_backward_of_wide_heads(
 ) -> None:
     """dv is a sum over slices of K, all else is of sums over slices of V."""
     check_backward(draw(dims=dims, offsets=offsets, heads=2))
-    mirrors = [(x.shape[8], x.slice_of_k) for x in kernel.launches if x.name == "mirror"]
-    if dims[0] <= 128:
-        assert mirrors == [(dims[0], None)]
-    else:
-        rest, part = dims[0] - 128, mirrors[0][1][1]
-        assert mirrors == [(128, (rest, part, True, False)), (rest, (128, part, False, True))]
-    for walk in ("left", "right"):
-        found = [
-            (x.shape[8:10], x.slice and (x.slice[0], *x.slice[2:])) for x in kernel.launches if x.name == walk
-        ]
-        if dims[1] <= 256:
-            assert found == [(dims, None)]
-        else:
-            rest = dims[1] - 256
-            expected = [((dims[0], 256), (rest, True, False)), ((dims[0], rest), (256, False, True))]
-            assert found == expected
-    names = {instance.name for instance in kernel.instances}
-    assert names == {"gla_backward_k128", f"gla_states_v{256 if dims[1] > 128 else 128}"}
+    slices = [1 + (dims[0] > 128), *[1 + (dims[1] > 256)] * 2]
+    names = [[name] * count for name, count in zip(("mirror", "left", "right"), slices, strict=True)]
+    assert [x.name for x in kernel.launches] == sum(names, [])
 
 
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
@@ -372,9 +342,9 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
     )  # fmt: skip
     assert support.supports_gla(of_call).ok
     ((_, instances_of, *key),) = asked
-    names = [instance.name for instance in instances_of(*key)]
-    states = ["gla_backward_k128", "gla_states_v256"] if requires_grad else []
-    assert names == ["gla_forward_k128", "gla_segments", *states]
+    launchers = {instance.launcher for instance in instances_of(*key)}
+    of_gradients = {instances.GLA_BACKWARD, instances.GLA_STATES} if requires_grad else set()
+    assert launchers == {instances.GLA_FORWARD} | of_gradients
 
 
 @pytest.mark.parametrize("dims", [(272, 64), (64, 528), (257, 64)], ids="{0[0]}_{0[1]}".format)

@@ -36,7 +36,7 @@ def test_gates_in_float64(
         assert all(address in given for address in addresses)
 
     kernels = SimpleNamespace(mlstm_step=launch, mlstm_sequence=launch)
-    monkeypatch.setattr(module.build, "load", lambda instance: kernels)
+    monkeypatch.setattr(module.build, "load", lambda *of: kernels)
     monkeypatch.setattr(module, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(module, "_current_stream", lambda device: 0)
     q, k = (torch.randn(B, NH, *tokens, K) for _ in range(2))

@@ -1,30 +1,29 @@
-"""A few tokens of mLSTM without a GPU: the launch, the kernel lane by lane, its module, its compilation."""
+"""A few tokens of mLSTM without a GPU: the launch, the kernel lane by lane, what its launcher refuses."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, reference
+from tfla_tk import reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import sources
-from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
+from tfla_tk.build import Launcher
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE, mlstm_sequence
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
-from .stand_in import launch_instead
+from .stand_in import Kernels, launch_instead
 from .test_support import CALL as CHUNKWISE_CALL
 
 CALL = replace(CHUNKWISE_CALL, seq=8)
@@ -44,22 +43,20 @@ ARGUMENTS = (
 )
 
 
-class Launches(list[SimpleNamespace]):
-    """Stands for the kernel's module and records its launches."""
+class Launches(Kernels):
+    """Stands for the launcher and records its launches."""
 
-    def load(self, instance: build.Instance) -> Launches:
-        self.instance = instance
-        return self
+    ARGUMENTS: ClassVar[dict[str, tuple[str, ...]]] = {}  # none is prepared
 
     def mlstm_sequence(self, *arguments: Any) -> None:
-        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True)), instance=self.instance))
+        self.launches.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     recorder = Launches()
-    launch_instead(monkeypatch, tk_sequence, recorder)
-    return recorder
+    launch_instead(monkeypatch, recorder, tk_sequence)
+    return recorder.launches
 
 
 def tokens(dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -76,7 +73,7 @@ def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: Launches) -> None:
+def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]) -> None:
     x = tokens(dtype, before)
     h, *state = tk_sequence.mlstm_sequence(*x.values(), *OPTIONS, after)
     (launch,) = launches
@@ -97,23 +94,21 @@ def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype
 
 
 @pytest.mark.parametrize("count", range(1, MAX_TOKENS + 1))
-def test_the_instance_holds_the_tokens(count: int, launches: Launches) -> None:
+def test_any_number_of_tokens(count: int, launches: list[SimpleNamespace]) -> None:
     x = tokens(state=torch.bfloat16)
     x |= {name: torch.zeros(B, NH, count, *x[name].shape[3:], dtype=x[name].dtype) for name in "qkvif"}
     tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
     (launch,) = launches
-    assert launch.instance == mlstm_sequence(count)
-    assert dict(launch.instance.defines)["TFLA_TOKENS"] == ("8" if count <= 8 else "16")
     assert launch.sizes[2] == count and launch.tiling[1] == (8 if count <= 8 else 4)
 
 
 @pytest.mark.parametrize("count", [0, MAX_TOKENS + 1])
 def test_no_instance(count: int) -> None:
     with pytest.raises(ValueError, match=f"tokens: expected 1 to 16, got {count}"):
-        mlstm_sequence(count)
+        mlstm_sequence(count, "fp32", "fp32", False)
 
 
-def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
+def test_tokens_are_read_where_they_lie(launches: list[SimpleNamespace]) -> None:
     """Any strides: [B, S, NH, D], parts of a fused projection, the end of a longer sequence."""
     x = tokens()
     fused = torch.zeros(B, S, NH, 2 * K + V, dtype=torch.bfloat16).transpose(1, 2)
@@ -131,7 +126,7 @@ def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
     assert launches[1].i[4] == 0 and launches[1].q[4] == 2
 
 
-def test_in_place(launches: Launches) -> None:
+def test_in_place(launches: list[SimpleNamespace]) -> None:
     x = tokens()
     x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
     tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
@@ -140,7 +135,7 @@ def test_in_place(launches: Launches) -> None:
     assert launch.in_place and launch.tiling[1] == 8
 
 
-def test_in_place_on_what_the_kernel_cannot_write(launches: Launches) -> None:
+def test_in_place_on_what_the_kernel_cannot_write(launches: list[SimpleNamespace]) -> None:
     """A copy is updated, and copied back."""
     x = tokens()
     x["c"] = torch.ones(B, NH, V, K).mT
@@ -152,7 +147,7 @@ def test_in_place_on_what_the_kernel_cannot_write(launches: Launches) -> None:
     assert x["c"].mean() == 1.0
 
 
-def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
+def test_sigmoid_gate_has_no_m(launches: list[SimpleNamespace]) -> None:
     x = tokens()
     for normalize in (True, False):
         *_, m = tk_sequence.mlstm_sequence(*x.values(), True, normalize, 1e-6, torch.float32)
@@ -163,7 +158,7 @@ def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: Launches) -> None:
+def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: list[SimpleNamespace]) -> None:
     x = tokens(state=dtype)
     x["c"] = torch.zeros(B * NH * K * V + 1, dtype=dtype)[1:].view(B, NH, K, V)  # shifted by one number
     tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
@@ -188,11 +183,6 @@ def test_warps(multiprocessors: int) -> None:
         assert found[-1] == 2 or columns >= dim_v
     assert tk_sequence._warps(8, 512, 4, 132) == 1  # 128 CTAs
     assert tk_sequence._warps(512, 512, 4, 132) == 2
-
-
-def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "scalar_gate/bindings/params_sequence.h").read_text()
-    assert f"kSequenceMaxTokens = {MAX_TOKENS}, kSequenceMaxColumns = 128;" in text
 
 
 # the kernel, lane by lane
@@ -354,48 +344,8 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 
 
-# compiled
-
-NAME = re.compile(r"SequenceConfigI(.*)Li(\d+)ELb([01])ELb([01])E")
-TYPES = {"f": "f", "6__half": "h", "13__nv_bfloat16": "b"}
-
-
-@pytest.mark.parametrize("tile", SEQUENCE_TILES)
-def test_ptxas_reports_no_fault(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
-    compiled = compile_once(mlstm_sequence(tile))
-    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
-    entries = build.parse_ptxas_log(compiled.ptxas_log)
-    # the state as in the step; q, k, v of 16 bits and fp32; by vectors and by numbers
-    assert len(entries) == 7 * 2 * 2
-    # two CTAs of 256 threads on a multiprocessor
-    assert max(entry.registers for entry in entries) <= 128
-    shared = [int(size) for size in re.findall(r"(\d+) bytes smem", compiled.ptxas_log)]
-    assert len(shared) == len(entries) and max(shared) <= 48 * 1024
-
-
-@pytest.mark.parametrize("tile", SEQUENCE_TILES)
-def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
-    """Products on the tensor cores, loads of C as wide as there is room for; how many is on record."""
-    seen = 0
-    for function, instructions in compile_once(mlstm_sequence(tile)).functions.items():
-        opcodes = {instruction.opcode for instruction in instructions}
-        assert not any(opcode.startswith(("LDL", "STL", "ATOM", "RED")) for opcode in opcodes)
-        types, tokens_of, wide, vector = NAME.search(function).groups()
-        assert int(tokens_of) == tile
-        if vector == "0" or types not in ("ff", "13__nv_bfloat16S3_"):
-            continue
-        seen += 1
-        assert "HMMA.1688.F32.TF32" in opcodes
-        wide_state, wide_tokens = types == "ff", wide == "1"
-        width = 4 if wide_state or wide_tokens or tile == 16 else 8
-        move = {16: "128", 8: "64"}[width * (4 if wide_state else 2)]
-        for kind in ("LDG", "STG"):
-            assert any(opcode.startswith(kind) and move in opcode.split(".") for opcode in opcodes)
-    assert seen == 4
-
-
-def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
-    module = load_once(mlstm_sequence(8))
+def test_what_the_launcher_refuses(load_once: Callable[[Launcher], ModuleType]) -> None:
+    module = load_once(SEQUENCE)
     assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
@@ -404,7 +354,7 @@ def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
         sizes = (1, 1, count, dim_qk, 64)
         module.mlstm_sequence(*([rows] * 3), 1, gate, gate, state, state, 16, (warps, 4), sizes, *options)
 
-    for fault in ({"warps": 3}, {"warps": 0}, {"count": 9}, {"count": 0}, {"dim_qk": 257}):
+    for fault in ({"warps": 3}, {"warps": 0}, {"count": 17}, {"count": 0}, {"dim_qk": 257}):
         with pytest.raises(ValueError, match="no kernel for these warps or this many tokens or keys"):
             launch(**fault)
     if torch.cuda.is_available():

@@ -1,28 +1,28 @@
-"""The mLSTM step without a GPU: what is handed to the kernel, its formula, its module, its compilation."""
+"""The mLSTM step without a GPU: what is handed to the kernel, its formula, what it refuses."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tfla_tk import build, reference
+from tfla_tk import reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
+from tfla_tk.build import Launcher, instances
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
-from .stand_in import launch_instead
+from .stand_in import Kernels, launch_instead
 from .test_support import CALL
 
 B, NH, K, V = 2, 3, 64, 128
@@ -37,22 +37,20 @@ ARGUMENTS = (
 )
 
 
-class Launches(list[SimpleNamespace]):
-    """Stands for the kernel's module and records its launches."""
+class Launches(Kernels):
+    """Stands for the launcher and records its launches."""
 
-    def load(self, instance: build.Instance) -> Launches:
-        assert instance == mlstm_step()
-        return self
+    ARGUMENTS: ClassVar[dict[str, tuple[str, ...]]] = {}  # none is prepared
 
     def mlstm_step(self, *arguments: Any) -> None:
-        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
+        self.launches.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     recorder = Launches()
-    launch_instead(monkeypatch, tk_step, recorder)
-    return recorder
+    launch_instead(monkeypatch, recorder, tk_step)
+    return recorder.launches
 
 
 def token(dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -72,7 +70,7 @@ def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: Launches) -> None:
+def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]) -> None:
     x = token(dtype, before)
     h, *state = tk_step.mlstm_step(*x.values(), *OPTIONS, after)
     (launch,) = launches
@@ -91,7 +89,7 @@ def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype
     assert (launch.sigmoid_gate, launch.normalize) == (False, True)
 
 
-def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
+def test_tokens_are_read_where_they_lie(launches: list[SimpleNamespace]) -> None:
     """Any strides: heads of a fused projection, the only token of a sequence, every second number."""
     x = token()
     fused = torch.zeros(B, NH, 2 * K + V, dtype=torch.bfloat16)
@@ -107,7 +105,7 @@ def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
     assert launches[1].i[4] == 0 and launches[1].q[3] == 2
 
 
-def test_in_place(launches: Launches) -> None:
+def test_in_place(launches: list[SimpleNamespace]) -> None:
     x = token()
     x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
     tk_step.mlstm_step_(*x.values(), *OPTIONS)
@@ -117,15 +115,12 @@ def test_in_place(launches: Launches) -> None:
 
 
 def test_in_place_on_what_the_kernel_cannot_write(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    launches: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy is updated, and copied back; what the kernel can write is written by it."""
     x = token()
     x["c"] = torch.zeros(B, NH, V, K).mT
     x["n"] = x["n"].double()
-    monkeypatch.setattr(
-        Launches, "mlstm_step", lambda self, *a: self.append(dict(zip(ARGUMENTS, a, strict=True)))
-    )
     written: list[Tensor] = []
     readable = tk_step._readable
 
@@ -137,12 +132,12 @@ def test_in_place_on_what_the_kernel_cannot_write(
 
     monkeypatch.setattr(tk_step, "_readable", note)
     tk_step.mlstm_step_(*x.values(), *OPTIONS)
-    assert launches[0]["before"] == addresses(tuple(written))
+    assert launches[0].before == addresses(tuple(written))
     assert [float(x[name].mean()) for name in "cnm"] == [3.0, 3.0, 0.0]
-    assert launches[0]["before"][2] == x["m"].data_ptr()
+    assert launches[0].before[2] == x["m"].data_ptr()
 
 
-def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
+def test_sigmoid_gate_has_no_m(launches: list[SimpleNamespace]) -> None:
     x = token()
     for normalize in (True, False):
         *_, m = tk_step.mlstm_step(*x.values(), True, normalize, 1e-6, torch.float32)
@@ -153,7 +148,7 @@ def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: Launches) -> None:
+def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: list[SimpleNamespace]) -> None:
     x = token(state=dtype)
     x["c"] = torch.zeros(B * NH * K * V + 1, dtype=dtype)[1:].view(B, NH, K, V)  # shifted by one number
     tk_step.mlstm_step_(*x.values(), *OPTIONS)
@@ -281,25 +276,8 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 
 
-# compiled
-
-
-def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -> None:
-    compiled = compile_once(mlstm_step())
-    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
-    entries = build.parse_ptxas_log(compiled.ptxas_log)
-    registers = {
-        re.search(r"mlstm_step_kernelI(\w+?)EEv", entry.function)[1]: entry.registers for entry in entries
-    }
-    # fp32, two dtypes of 16 bits, both ways to and from fp32; by vectors and by numbers
-    assert len(registers) == 2 * 7
-    # three CTAs of 256 threads on a multiprocessor, two where the state becomes narrower
-    assert max(count for name, count in registers.items() if not name.startswith("f") or "ff" in name) <= 80
-    assert max(registers.values()) <= 128
-
-
-def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
-    module = load_once(mlstm_step())
+def test_what_the_launcher_refuses(load_once: Callable[[Launcher], ModuleType]) -> None:
+    module = load_once(instances.STEP)
     row, state = (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
 

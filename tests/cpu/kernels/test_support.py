@@ -15,14 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tfla_tk
 from tfla_tk import UnsupportedError, build
 from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
-from tfla_tk.build import Instance, cache, instances
+from tfla_tk.build import Instance, cache
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import dispatch
+from tfla_tk.core.memo import Memo
 from tfla_tk.core.support import Support
+
+from .backward_emulation import BackwardFormulas
+from .forward_emulation import ForwardFormulas
+from .stand_in import launch_instead
 
 CALL = MLSTMCall(
     device=torch.device("cuda", 0),
@@ -56,6 +62,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "find_thunderkittens", lambda clone: None)
     monkeypatch.setattr(device, "_driver_version", lambda: (13, 0))
     monkeypatch.setattr(device, "_failed", {})
+    monkeypatch.setattr(device, "_told", set())
+    monkeypatch.setattr(device, "_try_again", lambda: None)
     probes = (device._probe_device, device._can_add_kernels, device._is_cached)
     for probe in probes:
         probe.cache_clear()
@@ -134,7 +142,7 @@ def test_a_driver_of_an_older_major_version_is_refused(
     verdict = supports(replace(CALL, seq=1))
     assert verdict.ok == serves
     if driver is not None and not serves:
-        told = f"CUDA {driver[0]}.{driver[1]}, the nvcc that was found is CUDA {toolkit[0]}.{toolkit[1]}"
+        told = f"CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}"
         assert told in verdict.reason
         assert "update the driver" in verdict.remedy and "TFLA_TK_NVCC" in verdict.remedy
 
@@ -173,8 +181,7 @@ def test_no_compiler_or_no_thunderkittens(
     monkeypatch.setattr(build, finder, missing)
     for _ in range(2):
         verdict = tk.supports_mlstm(CALL)
-    remedy = "install it; then start Python anew"
-    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, f"{finder} found nothing", remedy)
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, f"{finder} found nothing", "install it")
     assert [record.message for record in caplog.records] == [
         f"the tk kernels cannot be used: {finder} found nothing\nRemedy: install it"
     ]
@@ -193,7 +200,7 @@ UNUSABLE: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
 
 def serves_nothing(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """Auto moves on from each kernel, by name it is an error, and both tell the reason."""
-    for kernel, (call, _) in KINDS.items():
+    for kernel, call in KINDS.items():
         assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
         with pytest.raises(UnsupportedError, match=reason) as caught:
             dispatch.choose(kernel, kernel, call, "tk")
@@ -227,33 +234,77 @@ def test_no_home_for_the_cache(
 
 # a cache that can only be read, and kernels that cannot be loaded
 
-KINDS: dict[str, tuple[MLSTMCall, list[Instance]]] = {
-    "mlstm": (replace(CALL, dim_qk=80, dim_v=400), [instances.mlstm_fwd(80, 400)]),
-    "mlstm_step": (replace(CALL, seq=1), [instances.mlstm_step()]),
-    "mlstm_sequence": (replace(CALL, seq=9), [instances.mlstm_sequence(9)]),
+KINDS: dict[str, MLSTMCall] = {
+    "mlstm": replace(CALL, dim_qk=80, dim_v=400),
+    "mlstm_step": replace(CALL, seq=1),
+    "mlstm_sequence": replace(CALL, seq=9),
 }
 GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
-ALL_OF_GRADIENTS = [instances.mlstm_fwd(80, 400), *tk_walks.instances_of(80, 400)]
 
 
-@pytest.mark.parametrize("dim_v", [16, 64, 80, 128, 192, 256, 272, 512])
-@pytest.mark.parametrize("dim_qk", [16, 64, 80, 128, 192, 256])
-def test_the_kernels_of_a_call_are_known(dim_qk: int, dim_v: int) -> None:
-    call = replace(CALL, dim_qk=dim_qk, dim_v=dim_v, requires_grad=True)
-    needed = [instances.mlstm_fwd(dim_qk, dim_v), *tk_walks.instances_of(dim_qk, dim_v)]
+def needed_by(kernel: str, call: MLSTMCall) -> list[Instance]:
+    """The machine code that is loaded before such a call."""
+    return list(tk._instances_of(*tk._kernel_key(kernel, call)))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
+    """What is loaded, side by side."""
+    found: list[Instance] = []
+    monkeypatch.setattr(build, "load_all", lambda uses: found.extend(instance for _, instance in uses))
+    return found
+
+
+def fail_to_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[Instance]:
+    """What was tried."""
+    tried: list[Instance] = []
+
+    def load_all(uses: Any) -> None:
+        tried.extend(instance for _, instance in uses)
+        raise error
+
+    monkeypatch.setattr(build, "load_all", load_all)
+    return tried
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim_v", [16, 80, 192, 272, 512])
+@pytest.mark.parametrize("dim_qk", [16, 80, 192, 256])
+def test_what_a_call_launches_is_loaded_before(
+    dim_qk: int,
+    dim_v: int,
+    dtype: torch.dtype,
+    normalize: bool,
+    backward_formulas: BackwardFormulas,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a call that was supported: nothing is compiled between two launches."""
+    forward = ForwardFormulas()
+    forward.computes = backward_formulas.computes = False
+    tensors = [torch.zeros(1, 2, 70, dim, dtype=dtype) for dim in (dim_qk, dim_qk, dim_v)]
+    gates = [torch.zeros(1, 2, 70) for _ in "if"]
+    options = (True, normalize, 1e-6)
+    call = replace(
+        CALL, dim_qk=dim_qk, dim_v=dim_v, dtype=dtype, normalize=normalize, sigmoid_gate=True, requires_grad=True
+    )
+    given = (*tensors, *gates, None, None, None, None)
+    row_n = torch.zeros(1, 2, 70) if normalize else None
+    tk_backward.mlstm_bwd(*given, tensors[2], row_n, None, None, None, None, tensors[2], None, None, *options)
+    launch_instead(monkeypatch, forward, tk_forward)
+    monkeypatch.setattr(tk_forward, "_forwards", Memo())
+    tk_forward.mlstm_fwd(*given, *options, False, True)
+    launched = {*forward.loaded, *backward_formulas.loaded}
     for kernel in ("mlstm", "mlstm_step"):
-        assert tk._instances_of(*tk._kernel_key(kernel, call)) == needed
-    for tokens in range(1, instances.MAX_TOKENS + 1):
-        key = tk._kernel_key("mlstm_sequence", replace(CALL, seq=tokens))
-        assert tk._instances_of(*key) == [instances.mlstm_sequence(tokens)]
+        assert set(needed_by(kernel, call)) == launched
 
 
 @pytest.mark.parametrize("kernel", KINDS)
 def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, needed = KINDS[kernel]
-    held: list[Instance] = []
+    call, held = KINDS[kernel], list[Instance]()
+    needed = needed_by(kernel, call)
     monkeypatch.setattr(build, "check_cache", lambda: False)
     monkeypatch.setattr(build, "is_cached", lambda instance: instance in held)
     verdict = dispatch.support("tk", kernel, call)
@@ -263,98 +314,86 @@ def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     device._is_cached.cache_clear()
     assert dispatch.support("tk", kernel, call) == Support(True)
     if kernel == "mlstm":
-        assert not tk.supports_mlstm(replace(call, requires_grad=True)).ok
-        held += ALL_OF_GRADIENTS
+        assert not tk.supports_mlstm(GRADIENTS).ok
+        held += needed_by("mlstm", GRADIENTS)
         device._is_cached.cache_clear()
-        assert tk.supports_mlstm(replace(call, requires_grad=True)).ok
+        assert tk.supports_mlstm(GRADIENTS).ok
 
 
 @pytest.mark.parametrize("kernel", KINDS)
 def test_auto_moves_on_where_a_kernel_cannot_be_loaded(
     kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried and logged once; from then on `which` knows, and by name it is an error with the reason."""
-    call, (instance, *_) = KINDS[kernel]
-    tried: list[Instance] = []
+    """It is tried and logged once; from then on `which` knows, and by name it is an error with the reason.
 
-    def load(instance: Instance) -> None:
-        tried.append(instance)
-        raise build.BuildError("no space left on device", "make room")
-
-    monkeypatch.setattr(build, "load", load)
+    When the cause may be gone it is tried again.
+    """
+    call = KINDS[kernel]
+    tried = fail_to_load(monkeypatch, build.BuildError("no space left on device", "make room"))
     monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
     assert dispatch.choose(kernel, kernel, call, "auto", load=False) == ("tk", None)
     for _ in range(2):
         assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
         assert dispatch.choose(kernel, kernel, call, "auto", load=False) == ("reference", None)
-    assert tried == [instance]
+    assert tried == needed_by(kernel, call)
     assert [record.message for record in caplog.records] == [
-        f"{instance.name} cannot be used: no space left on device\nRemedy: make room"
+        "the tk kernels cannot be used: no space left on device\nRemedy: make room"
     ]
     with pytest.raises(
         UnsupportedError, match=f"{kernel} on backend 'tk': no space left on device"
     ) as caught:
         dispatch.choose(kernel, kernel, call, "tk")
-    assert caught.value.failed and caught.value.remedy == "make room; then start Python anew"
+    assert caught.value.failed and caught.value.remedy == "make room"
+    device.forget_failures()
+    monkeypatch.setattr(build, "load_all", lambda uses: None)
+    assert dispatch.choose(kernel, kernel, call, "auto") == ("tk", None)
 
 
 def test_what_is_first_asked_for_by_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(instance: Instance) -> None:
-        raise build.BuildError("no space left on device")
-
-    monkeypatch.setattr(build, "load", load)
+    fail_to_load(monkeypatch, build.BuildError("no space left on device"))
     with pytest.raises(UnsupportedError, match="no space left on device") as caught:
         dispatch.choose("mlstm_chunkwise", "mlstm", replace(CALL, dim_qk=256), "tk")
-    assert caught.value.failed and caught.value.remedy == "start Python anew to try again"
+    assert caught.value.failed
     # other kernels are not concerned
     assert tk.supports_mlstm(CALL).ok
 
 
-def test_a_call_that_records_gradients_loads_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Instance] = []
-    monkeypatch.setattr(build, "load", loaded.append)
+def test_a_call_that_records_gradients_loads_the_backward_too(loaded: list[Instance]) -> None:
     assert dispatch.choose("mlstm_chunkwise", "mlstm", GRADIENTS, "auto") == ("tk", None)
-    assert loaded == ALL_OF_GRADIENTS
+    assert loaded == needed_by("mlstm", GRADIENTS)
     loaded.clear()
     dispatch.choose("mlstm_chunkwise", "mlstm", replace(CALL, batch=0), "auto")
     assert loaded == []
 
 
 @pytest.mark.parametrize("kernel", KINDS)
-def test_the_choice_is_made_while_a_call_is_compiled(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_made_while_a_call_is_compiled(kernel: str, loaded: list[Instance]) -> None:
     """Kernels are loaded then: a graph cannot move on later. Sizes may be symbols."""
-    loaded: list[Instance] = []
-    monkeypatch.setattr(build, "load", loaded.append)
+
+    def call_of(batch: int, heads: int, seq: int, dim: int) -> MLSTMCall:
+        sizes = {"batch": batch, "sequences": batch, "heads": heads, "seq": seq, "dim_qk": dim, "dim_v": dim}
+        return replace(CALL, **sizes)
 
     def serve(x: torch.Tensor) -> torch.Tensor:
-        batch, heads, seq, dim = x.shape
-        sizes = {"batch": batch, "sequences": batch, "heads": heads, "seq": seq, "dim_qk": dim, "dim_v": dim}
-        name, _ = dispatch.choose(kernel, kernel, replace(CALL, **sizes), "auto")
+        name, _ = dispatch.choose(kernel, kernel, call_of(*x.shape), "auto")
         return x + 1 if name == "tk" else x - 1
 
     torch._dynamo.reset()
     compiled = torch.compile(serve, fullgraph=True, backend="eager", dynamic=True)
+    expected = set()
     for seq, dim in ((9, 128), (12, 64)):
         assert (compiled(torch.zeros(2, 3, seq, dim)) == 1).all()
-    expected = {
-        "mlstm": {instances.mlstm_fwd(128, 128), instances.mlstm_fwd(64, 64)},
-        "mlstm_step": {instances.mlstm_step()},
-        "mlstm_sequence": {instances.mlstm_sequence(9)},
-    }
-    assert set(loaded) == expected[kernel]
+        expected |= set(needed_by(kernel, call_of(2, 3, seq, dim)))
+    assert set(loaded) == expected
 
 
 def test_a_capture_is_no_reason_to_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph would hold another backend's kernels for good; before the capture the kernel can be had."""
-
-    def load(instance: Instance) -> None:
-        raise build.CaptureError("while a CUDA graph is being captured", "call it once before")
-
     with monkeypatch.context() as patch:
-        patch.setattr(build, "load", load)
+        fail_to_load(patch, build.CaptureError("while a CUDA graph is being captured", "call it once before"))
         with pytest.raises(build.CaptureError):
             dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto")
-    monkeypatch.setattr(build, "load", lambda instance: None)
+    monkeypatch.setattr(build, "load_all", lambda uses: None)
     assert dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto") == ("tk", None)
 
 
