@@ -30,12 +30,12 @@ _FOR_SM90 = (
     "--expt-extended-lambda",
     "-DKITTENS_HOPPER",
     "-gencode=arch=compute_90a,code=sm_90a",
-    "-include=chrono",
 )
-_POSITION = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"
+# -Og: a launcher is what a first call waits for
+_HOST = "-Xcompiler=-Og,-fPIC,-fvisibility=hidden,-Wno-psabi"
 DEVICE_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O3", "--use_fast_math", "-Xptxas=-v,--warn-on-spills")
-LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O1", "-DTFLA_LAUNCHER", _POSITION)
-HOST_FLAGS = (*_LANGUAGE, "-O1", _POSITION)
+LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-DTFLA_LAUNCHER", _HOST)
+HOST_FLAGS = (*_LANGUAGE, _HOST)
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic,-s")
 
 
