@@ -368,7 +368,7 @@ def test_options(tmp_path: Path, capsys) -> None:
     for option, value in (("--phases", "sleep"), ("--baselines", "native")):
         with pytest.raises(SystemExit):
             main(["model", option, value])
-        assert f"got {value}" in capsys.readouterr().err
+        assert f"got '{value}'" in capsys.readouterr().err
 
 
 def test_what_a_gpu_is_given(make_task) -> None:

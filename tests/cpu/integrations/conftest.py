@@ -15,6 +15,7 @@ from tfla_tk import decode, delta_rule, gla, simple_gla
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.support import SUPPORTED
 from tfla_tk.integrations import fla, xlstm
 from tfla_tk.integrations.xlstm import kernels
 from tfla_tk.ops import mlstm_decode
@@ -177,6 +178,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             return supports(dataclasses.replace(call, device=gpu), variant)
 
         monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
+        monkeypatch.setattr(tk, "load", lambda *args: SUPPORTED)
         monkeypatch.setattr(tk, name, answer)
 
     return pretend

@@ -154,6 +154,7 @@ def tk_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[Support], None]:
 
         return delta.delta_rule(call, None, *tensors)
 
+    monkeypatch.setattr(tk_delta, "load", lambda *args: SUPPORTED)
     monkeypatch.setattr(tk_delta, "delta_rule", compute)
     monkeypatch.setattr(tk_delta, "prepare_delta_rule", lambda *args: None)
     monkeypatch.setattr(installation, "INTERPRETED", True)
