@@ -1,4 +1,4 @@
-"""The kernels of the mLSTM backward by their formulas, in fp64, on what lies at the addresses that they are given."""
+"""The kernels of the mLSTM backward by their formulas, in fp64, on what lies at the addresses given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
 
 
 def tokens_at(launch: SimpleNamespace, name: str, dim: int) -> Tensor:
-    """An operand of a walk or its segments kernel, [B, NH, S, dim]; some heads may share one of q and of k."""
+    """An operand of a walk or its segments kernel, [B, NH, S, dim]; heads may share one of q and of k."""
     batch, heads, seq, *_ = launch.sizes
     if name in (("queries", "keys") if launch.gradient == 2 else ("values", "factor")):
         found = operand_at(getattr(launch, name), (batch, heads // launch.group, seq, dim))
@@ -108,7 +108,7 @@ class BackwardFormulas(Kernels):
         summed: the gradients for which segments have been summed.
     """
 
-    ARGUMENTS = {
+    ARGUMENTS: ClassVar = {
         "mlstm_bwd_scan": (
             *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "scale"),
             *("sigmoid_gate", "device"),

@@ -6,6 +6,8 @@ import functools
 import pickle
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from tfla_tk.build import Instance, Launcher, builder
 from tfla_tk.build.locking import file_lock
 from tfla_tk.core.layout import GRADIENTS
 
+from .recorded import RecordedLauncher
 from .sass import Instruction, functions_of
 
 # whatever the compile gate looks at
@@ -109,22 +112,29 @@ class Compiler:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self._cache = folder, cache
-        self._launchers: dict[Launcher, ModuleType] = {}
+        self.launcher = functools.cache(self._launcher)
+        self.recorded = functools.cache(self._recorded)
         # a disassembly takes tens of megabytes as objects
         self.compiled = functools.lru_cache(maxsize=4)(self._compiled)
 
-    def launcher(self, launcher: Launcher) -> ModuleType:
+    def _launcher(self, launcher: Launcher) -> ModuleType:
         """What a launcher offers to Python, without machine code of kernels."""
-        if launcher not in self._launchers:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(
-                    env.THUNDERKITTENS_ROOT.name, str(build.find_thunderkittens(clone=False).root)
-                )
-                patch.setenv(env.CACHE_DIR.name, str(self._cache))
-                for loaded in ("_launchers", "_attached", "_files"):
-                    patch.setattr(builder, loaded, {})
-                self._launchers[launcher] = build.load(launcher)
-        return self._launchers[launcher]
+        with self._own_cache():
+            return build.load(launcher)
+
+    def _recorded(self, launcher: Launcher) -> RecordedLauncher:
+        with self._own_cache():
+            return RecordedLauncher(launcher, self._cache)
+
+    @contextmanager
+    def _own_cache(self) -> Iterator[None]:
+        """With nothing loaded."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(env.THUNDERKITTENS_ROOT.name, str(build.find_thunderkittens(clone=False).root))
+            patch.setenv(env.CACHE_DIR.name, str(self._cache))
+            for loaded in ("_launchers", "_attached", "_files"):
+                patch.setattr(builder, loaded, {})
+            yield
 
     def _compiled(self, instance: Instance) -> Compiled:
         assert instance in GATED, f"{instance.name} is not on record: it has to be one of all_instances"

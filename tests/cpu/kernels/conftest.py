@@ -24,9 +24,8 @@ from . import summary
 from .backward_emulation import BackwardFormulas
 from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
-from .stand_in import launch_instead
+from .stand_in import MEMORY_RATE, launch_instead
 
-MEMORY_RATE = 3.35e6  # of an H100's memory, in bytes per microsecond
 # days in which every instance is compiled: in one of them as many as take two minutes of a CPU core
 TURNS = 12
 
@@ -34,6 +33,12 @@ TURNS = 12
 @pytest.fixture(autouse=True)
 def _memory_of_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_call, "memory_rate", lambda device: MEMORY_RATE)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what runs compilers."""
+    if "kernel_compiler" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.compiles)
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,7 +27,7 @@ ARGUMENTS = {
         *("walkers", "makers", "makes_matrices"),
     ),
     "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "leads", "maps"),
-    "carry": ("shape", "carried", "leads", "maps", "borders"),
+    "carry": ("shape", "carried", "leads", "maps", "borders", "backward"),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
         *("dbeta", "d_last", "d_initial", "carried", "leads", "borders", "scale", "walkers"),

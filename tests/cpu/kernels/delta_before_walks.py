@@ -220,7 +220,7 @@ class BeforeWalks(Kernels):
     def compute_carry(self, x: Arguments) -> None:
         """After the walks of the mirror backward in time; of heads that are carried."""
         self.check_cut(x)
-        backward = self.launches[-2].name == "mirror"
+        backward = x.of.backward
         carried, maps = x.states(x.of.carried, x.carried), x.maps(x.of.maps)
         leads = self.leads_of(x, behind=backward)
         assert carried is not None and maps is not None and leads is not None

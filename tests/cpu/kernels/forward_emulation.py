@@ -1,9 +1,9 @@
-"""The forward of mLSTM and of a scalar decay by the reference, on what lies at the addresses that a launch has."""
+"""The forward of mLSTM and of a scalar decay by the reference, on what lies at the addresses given."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 class ForwardFormulas(Kernels):
     """Stands for the launchers of the forward.
 
-    A launch has what it was prepared with, with addresses in place of prepared ones, and `initial` and `last`.
+    A launch has what it was prepared with, at the addresses of the call, and `initial` and `last`.
 
     Attributes:
         computes: whether results are written.
     """
 
-    ARGUMENTS = {
+    ARGUMENTS: ClassVar = {
         "forward": (
             *("q", "k", "v", "h", "i", "f", "states", "rows", "cut", "workspace", "sizes", "group", "tile"),
             *("scale", "eps", "half", "sigmoid_gate", "normalize", "device"),

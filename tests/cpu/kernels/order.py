@@ -8,6 +8,8 @@ import pytest
 
 from .summary import instructions_on_record
 
+RECORDING = "test_what_is_compiled_is_on_record["
+
 
 def compile_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """The order for so many worker processes, each of which gets an equal part of the list at first.
@@ -18,12 +20,12 @@ def compile_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     lengths = instructions_on_record()
     compiling, looking, others = list[pytest.Item](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        if item.get_closest_marker("compiles"):
+        if _instance(item) is not None:
             compiling.append(item)
         else:
             (looking if "compiler" in getattr(item, "fixturenames", ()) else others).append(item)
     # a new one may be the longest
-    compiling.sort(key=lambda item: lengths.get(_instance(item), math.inf), reverse=True)
+    compiling.sort(key=lambda item: lengths.get(str(_instance(item)), math.inf), reverse=True)
     others += looking
     found: list[pytest.Item] = []
     for worker in range(workers):
@@ -35,6 +37,9 @@ def compile_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     return found + others
 
 
-def _instance(item: pytest.Item) -> str:
-    name: str = item.callspec.params["instance"].name  # type: ignore[attr-defined]
-    return name
+def _instance(item: pytest.Item) -> str | None:
+    """Which one a test compiles for others."""
+    if item.name.startswith(RECORDING):
+        name: str = item.callspec.params["instance"].name  # type: ignore[attr-defined]
+        return name
+    return None

@@ -12,16 +12,22 @@ from tfla_tk import build
 from tfla_tk.build import Instance, Launcher, all_instances
 from tfla_tk.core.layout import ADDRESS_BITS
 
+MEMORY_RATE = 3.35e6  # of an H100's memory, in bytes per microsecond
+
 
 def launch_instead(
     monkeypatch: pytest.MonkeyPatch, kernels: Kernels, *backends: ModuleType, stream: int = 7
 ) -> None:
-    """Have these be launched, by `backends` on this stream of a GPU of 132 multiprocessors."""
+    """Have these be launched, by `backends` on this stream of a GPU."""
     monkeypatch.setattr(build, "load", kernels.load)
-    monkeypatch.setattr(build, "load_all", kernels.load_all)
     monkeypatch.setattr(build, "launches", kernels.in_order)
-    for backend in backends:
-        for name, found in (("multiprocessors", 132), ("current_stream", stream)):
+    pretend_a_gpu(monkeypatch, *backends, stream=stream)
+
+
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, *backends: ModuleType, stream: int = 7) -> None:
+    """Have `backends` take this stream of a GPU of 132 multiprocessors, an H100's memory."""
+    for name, found in (("multiprocessors", 132), ("current_stream", stream), ("memory_rate", MEMORY_RATE)):
+        for backend in backends:
             for attribute in {name, f"_{name}"} & vars(backend).keys():
                 monkeypatch.setattr(backend, attribute, lambda device, found=found: found)
 
@@ -48,11 +54,6 @@ class Kernels:
         assert set(instances) <= set(all_instances()), "machine code that no wheel has"
         self.loaded += (x for x in instances if x not in self.loaded)
         return self
-
-    def load_all(self, uses: Iterable[tuple[Launcher, Instance]]) -> None:
-        """For `build.load_all`."""
-        for use in uses:
-            self.load(*use)
 
     def __getattr__(self, name: str) -> Any:
         """A function that prepares a launch."""

@@ -1,4 +1,4 @@
-"""What the host side of mLSTM's backward does for tensors of any kind and place, by its results; no GPU is touched.
+"""The host side of mLSTM's backward for tensors of any kind and place, by its results; no GPU is touched.
 
 The plan of its kernels: test_backward_formulas.py.
 """
@@ -117,7 +117,10 @@ def test_dtypes(
     """The kernels that are launched are for the operands' dtype, whose machine code is loaded."""
     backward_formulas.computes = False
     x = draw("exp", dims=(16, 16))
-    x = {name: t.to(dtype if name in "qkv" else of_gates if name in "if" else torch.float32) for name, t in x.items()}
+    x = {
+        name: t.to(dtype if name in "qkv" else of_gates if name in "if" else torch.float32)
+        for name, t in x.items()
+    }
     tk_backward.mlstm_bwd(*arguments("exp", x))
     walks = [launch for launch in backward_formulas.launches if launch.name == "walk"]
     assert [launch.half for launch in walks] == [half] * 3

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import segments as gla
 from tfla_tk.backends.tk.delta_rule.call import Shape
@@ -19,15 +20,13 @@ from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
-from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, Cut, KeptStates
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, Cut
+from tfla_tk.core.memo import Memo
 
-from .backward_launches import Launches as BackwardLaunches
-from .backward_launches import draw, named
-from .forward_launches import Launches as ForwardLaunches
-from .stand_in import launch_instead
-from .test_backward_formulas import GATES, arguments, assert_gradients
+from .forward_emulation import ForwardFormulas
+from .stand_in import launch_instead, pretend_a_gpu
+from .test_backward_formulas import GATES, arguments, assert_gradients, draw, states_left_by_a_forward
 from .test_backward_formulas import LENGTHS as PACKED
-from .test_backward_formulas import draw as draw_inputs
 
 SEGMENT = INVARIANT_CHUNKS * CHUNK
 LENGTHS = (0, 1, 63, 64, 65, 1000, SEGMENT - 1, SEGMENT, SEGMENT + 1, 5000, 4 * SEGMENT, 65536)
@@ -135,17 +134,18 @@ def test_the_length_costs_the_least_on_average() -> None:
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> ForwardLaunches:
-    recorder = ForwardLaunches()
-    launch_instead(monkeypatch, tk_forward, recorder)
-    tk_forward._forwards.clear()
-    return recorder
+def forwards(monkeypatch: pytest.MonkeyPatch) -> ForwardFormulas:
+    found = ForwardFormulas()
+    found.computes = False
+    launch_instead(monkeypatch, found, tk_forward)
+    monkeypatch.setattr(tk_forward, "_forwards", Memo())
+    return found
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seq", [40, 5000])
 def test_forwards_of_inference_and_training_are_cut_alike(
-    seq: int, packed: bool, forwards: ForwardLaunches
+    seq: int, packed: bool, forwards: ForwardFormulas
 ) -> None:
     """mLSTM and a scalar decay; not as without the option, and not as for another GPU."""
     q, v = torch.empty(1, 2, seq, 64).bfloat16(), torch.empty(1, 2, seq, 128).bfloat16()
@@ -158,53 +158,35 @@ def test_forwards_of_inference_and_training_are_cut_alike(
         scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
     sequences = 2 if packed else 1
     expected = segments.cut_invariant(sequences, seq, packed=packed)
-    assert [launch.cut[-2:] for launch in forwards] == [expected] * 4
+    assert [launch.cut[-2:] for launch in forwards.launches] == [expected] * 4
     tk_forward.mlstm_fwd(q, q, v, gate, gate, *options)
-    assert (forwards[-1].cut[-2:] == expected) is False
+    assert forwards.launches[-1].cut[-2:] != expected
 
 
-@pytest.fixture
-def backwards(monkeypatch: pytest.MonkeyPatch) -> BackwardLaunches:
-    recorder = BackwardLaunches()
-    launch_instead(monkeypatch, tk_backward, recorder)
-    tk_backward._backwards.clear()
-    walks.make_plan.cache_clear()
-    return recorder
-
-
-@pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("lengths", [None, PACKED], ids=["batch", "packed"])
 def test_e_of_a_token_is_always_made_by_the_same_kernel(
-    gate: str, packed: bool, backwards: BackwardLaunches
+    gate: str, lengths: list[int] | None, backward_formulas: Any
 ) -> None:
     """Also where nothing is cut: a longer sequence in the call would be."""
-    *given, _ = draw(gate, packed)
+    *given, _ = arguments(gate, draw(gate, lengths=lengths))
     tk_backward.mlstm_bwd(*given, True)
-    rows = [] if gate == "sig_unnormalised" else ["rows"]
-    assert [launch.name for launch in backwards] == [*rows, "scan", "dv", "dq", "dk", "gates"]
-    (of_dv,) = backwards.of("dv")
-    assert of_dv.sums[0] == 0
-    for launch in backwards.of("dq", "dk"):
-        assert launch.boundaries == (0, 0, 0)
-        assert all((e == of_rows.number).all() for of_rows in backwards.of("rows") for e in launch.e_read)
-        assert len(launch.e_read) == len(rows)
+    names = [launch.name for launch in backward_formulas.launches]
+    assert "segments" not in names and "mlstm_bwd_factors" not in names
+    assert names.count("mlstm_bwd_rows") == (gate != "sig_unnormalised")
 
 
 def test_a_backward_takes_the_cut_of_its_forward(
-    backwards: BackwardLaunches, monkeypatch: pytest.MonkeyPatch
+    backward_formulas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with it the states that the forward has kept."""
-    monkeypatch.setattr(segments, "INVARIANT_CHUNKS", 1)
-    *given, _ = draw("exp")
-    x = named(tuple(given))
-    batch, heads, seq, dim_qk = x.q.shape
-    cut = segments.cut_invariant(batch, seq, packed=False)
-    slots = (cut.segments - batch) * heads
-    workspace = torch.empty(slots * (dim_qk * x.v.shape[3] + dim_qk))
-    kept = KeptStates(workspace, cut, (0, 4 * slots * dim_qk * x.v.shape[3]))
-    tk_backward.mlstm_bwd(*given, True, kept)
-    assert backwards.of("segments_dk") and not backwards.of("segments_dq")
-    assert {launch.cut[-2:] for launch in backwards.walks} == {cut}
+    monkeypatch.setattr(segments, "INVARIANT_CHUNKS", 2)
+    x = draw("exp", (2, 2, 600))
+    *given, _ = arguments("exp", x)
+    kept = states_left_by_a_forward("exp", x, 2)
+    assert kept.cut == segments.cut_invariant(2, 600, packed=False)
+    assert_gradients(backward_formulas(*given, True, kept), torch.ops.tfla_tk.mlstm_bwd(*given, True))
+    assert backward_formulas.summed == {"dk"}
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["batch", "packed"])
@@ -215,7 +197,7 @@ def test_gradients(
 ) -> None:
     """By the formulas of the kernels, with and without borders."""
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", chunks)
-    *given, _ = arguments(gate, draw_inputs(gate, (2, 2, 300), lengths=lengths), last=True)
+    *given, _ = arguments(gate, draw(gate, (2, 2, 300), lengths=lengths), last=True)
     assert_gradients(backward_formulas(*given, True), torch.ops.tfla_tk.mlstm_bwd(*given, True))
 
 
@@ -225,9 +207,9 @@ def test_decoding_shares_a_state_in_one_way(kernel: str, monkeypatch: pytest.Mon
     seen: list[tuple[int, int]] = []
     place = 8 if kernel == "step" else 9
     module = tk_step if kernel == "step" else tk_sequence
-    recorder = SimpleNamespace(load=lambda instance: stand_in)
     stand_in = SimpleNamespace(**{f"mlstm_{kernel}": lambda *given: seen.append(given[place])})
-    launch_instead(monkeypatch, module, recorder)
+    monkeypatch.setattr(build, "load", lambda *wanted: stand_in)
+    pretend_a_gpu(monkeypatch, module)
     tokens = () if kernel == "step" else (5,)
     for batch_invariant in (False, True):
         for batch in (1, 3, 300):

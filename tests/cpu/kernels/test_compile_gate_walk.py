@@ -1,52 +1,34 @@
-"""What the compiler made of the mLSTM backward's walks: a clean ptxas log, the wgmmas and their overlap.
+"""What the compiler made of the mLSTM backward's walks: their wgmmas, what overlaps them, and the waits.
 
-How many there are of everything is on record: test_sass_summary.py.
+By one instance of each kind. Of all instances a clean ptxas log, and how many there are of everything, are
+looked at in test_sass_summary.py.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tfla_tk import build
-from tfla_tk.build.instances import WALK_TILES, mlstm_pass
+from tfla_tk.build import Instance
+from tfla_tk.build.instances import mlstm_walk, mlstm_walk_segments
 
+from .compiled import Compiled, Kernel
 from .state_walk import kinds, walk_blocks
 
 CHUNK = 64
 OUTPUT_REGISTERS = CHUNK // 2  # of a block: fp32, 64 columns of the values by 64 tokens
-INSTANCES = [mlstm_pass("dv", *tile) for tile in WALK_TILES]
+# where shares of the keys take turns, and where a state warpgroup has two blocks
+INSTANCES = [mlstm_walk("dq and dk", (256, 128), False), mlstm_walk("dv", (128, 256), False)]
 
-Compile = Callable[[build.Instance], Any]
-
-
-@pytest.fixture(params=INSTANCES, ids=lambda instance: instance.name, scope="session")
-def compiled(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
-    return compile_once(request.param)
+Compile = Callable[[Instance], Compiled]
 
 
-def gradients(slice_: int) -> tuple[str, ...]:
-    """What an instance makes: slices of 256 leave no registers for the row sums of dq and dk."""
-    return ("dv",) if slice_ == 256 else ("dq", "dk", "dv")
-
-
-def makes(slice_: int) -> set[tuple[bool, str, bool]]:
-    """The same as (half, gradient, normalize): dq and dk with a normaliser and without."""
-    return {
-        (half, gradient, normalize)
-        for half, gradient, normalize in itertools.product((False, True), gradients(slice_), (False, True))
-        if gradient != "dv" or not normalize
-    }
-
-
-def kernels_named(compiled: Any, name: str) -> list[Any]:
-    """The walks, "mlstm_pass", or their segments kernels, "mlstm_pass_segments"."""
-    return [kernel for kernel in compiled.every_kernel if kernel.name == name]
+@pytest.fixture(params=INSTANCES, ids=lambda instance: instance.name)
+def walks(request: pytest.FixtureRequest, compile_once: Compile) -> list[Kernel]:
+    """dq and dk, or dv."""
+    return compile_once(request.param).kernels
 
 
 def part_of_keys(dim_keys: int) -> int:
@@ -59,36 +41,13 @@ def blocks_of(slice_: int) -> int:
     return max(1, slice_ // 128)
 
 
-def test_ptxas_reports_no_fault(compiled: Any) -> None:
-    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
-    entries = build.parse_ptxas_log(compiled.ptxas_log)
-    assert len(entries) == len(compiled.every_kernel)
-    assert all(re.search(r"mlstm_pass(_segments)?_kernel", entry.function) for entry in entries)
-    assert all(entry.stack_frame == entry.spill_stores == entry.spill_loads == 0 for entry in entries)
-
-
-def test_the_kernels_are_those_of_the_tile(compiled: Any) -> None:
-    defines = dict(compiled.instance.defines)
-    tile = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
-    walks = kernels_named(compiled, "mlstm_pass")
-    made = {(kernel.half, kernel.gradient, kernel.normalize) for kernel in walks}
-    assert len(made) == len(walks)
-    assert made == makes(tile[1])
-    assert {(kernel.dim_qk, kernel.slice_v) for kernel in walks} == {tile}
-
-
-def test_segments_only_update(compiled: Any) -> None:
+def test_segments_only_update(compile_once: Compile) -> None:
     """values^T K over a chunk, waited for once; nothing else writes the registers of the state.
 
     The values of its later half are loaded under the GEMMs of its earlier one.
     """
-    defines = dict(compiled.instance.defines)
-    dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
-    kernels = kernels_named(compiled, "mlstm_pass_segments")
-    made = [(kernel.half, kernel.gradient, kernel.normalize) for kernel in kernels]
-    assert sorted(made) == sorted(variant for variant in makes(slice_) if variant[1] != "dv")
-    part = part_of_keys(dim_keys)
-    for kernel in kernels:
+    for kernel in compile_once(mlstm_walk_segments((256, 128), False)).kernels:
+        part = part_of_keys(kernel.dim_qk)
         assert set(kinds(kernel)) == {"", "update"}
         opcodes = [opcode for opcode, _ in kernel.instructions]
         assert opcodes.count("WARPGROUP.DEPBAR.LE") == 1
@@ -101,7 +60,7 @@ def test_segments_only_update(compiled: Any) -> None:
             if opcode.startswith("HGMMA"):
                 register = int(operands.split(", ")[0].removeprefix("R"))
                 state |= set(range(register, register + part // 2))
-        assert len(state) == dim_keys // 2
+        assert len(state) == kernel.dim_qk // 2
         # from the loop's first wait for tiles, the loads of the values, to that for the GEMM
         loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDSM")]
         assert sum(first < load < wait for load in loads) == len(loads) // 2
@@ -114,9 +73,9 @@ def test_segments_only_update(compiled: Any) -> None:
         assert not written
 
 
-def test_the_state_decays_before_its_update(compiled: Any) -> None:
+def test_the_state_decays_before_its_update(walks: list[Kernel]) -> None:
     """Every register of the state is multiplied after it has been read, where the decay is due."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         blocks = walk_blocks(kernel)
         assert len(blocks) == blocks_of(kernel.slice_v)
         for block in blocks:
@@ -125,19 +84,19 @@ def test_the_state_decays_before_its_update(compiled: Any) -> None:
         assert len(set().union(*(block.state for block in blocks))) == len(blocks) * kernel.dim_qk // 2
 
 
-def test_the_update_is_spread(compiled: Any) -> None:
+def test_the_update_is_spread(walks: list[Kernel]) -> None:
     """Half of it is issued before values^T scores^T, its last part behind that; 16 tokens a group."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         for block in walk_blocks(kernel):
             assert block.groups == ["update"] * 2 + ["values"] * 2 + ["update"] + ["values"] * 2 + ["update"]
 
 
-def test_the_output_stands_under_the_update(compiled: Any) -> None:
+def test_the_output_stands_under_the_update(walks: list[Kernel]) -> None:
     """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum,
     those of a slow chunk's 16 tokens first. After it its staging, and with dq and dk its row sums: the factor
     again, and exchanges between lanes.
     """
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         of_sums = kernel.gradient != "dv"
         for block in walk_blocks(kernel):
             assert block.before_values["FMUL"] >= OUTPUT_REGISTERS
@@ -147,9 +106,9 @@ def test_the_output_stands_under_the_update(compiled: Any) -> None:
             assert bool(block.after_values["SHFL"]) == of_sums
 
 
-def test_barriers_are_asked_ahead(compiled: Any) -> None:
+def test_barriers_are_asked_ahead(walks: list[Kernel]) -> None:
     """Those of the next step's tiles and gates while the last GEMMs of a step are in flight."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         opcodes = [opcode for opcode, _ in kernel.instructions]
         last = max(n for n, kind in enumerate(kinds(kernel)) if kind == "update")
         waits = [n for n in range(last, len(opcodes)) if opcodes[n] == "WARPGROUP.DEPBAR.LE"]
@@ -157,9 +116,9 @@ def test_barriers_are_asked_ahead(compiled: Any) -> None:
         assert asked["SYNCS.PHASECHK.TRANS64"] >= 2 + 2 * kernel.dim_qk // part_of_keys(kernel.dim_qk)
 
 
-def test_the_gradient_is_handed_over_under_the_reading(compiled: Any) -> None:
+def test_the_gradient_is_handed_over_under_the_reading(walks: list[Kernel]) -> None:
     """Of the block before, so that its fence is not waited for with no GEMM in flight."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         of_walk = [n for n, kind in enumerate(kinds(kernel)) if kind in ("read", "update")]
         fences = [n for n, (opcode, _) in enumerate(kernel.instructions) if opcode == "FENCE.VIEW.ASYNC.S"]
         fences = [n for n in fences if of_walk[0] < n < of_walk[-1]]
@@ -172,19 +131,19 @@ def test_the_gradient_is_handed_over_under_the_reading(compiled: Any) -> None:
             assert before == after == "read"
 
 
-def test_descriptors_are_uniform(compiled: Any) -> None:
+def test_descriptors_are_uniform(walks: list[Kernel]) -> None:
     """Computed as such: none between two GEMMs of the scores goes through the registers of the lanes."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         of_scores = [n for n, kind in enumerate(kinds(kernel)) if kind == "scores"]
         between = kernel.instructions[of_scores[0] : of_scores[-1]]
         assert not any(opcode.startswith("R2UR") for opcode, _ in between)
 
 
-def test_anchors_stand_apart(compiled: Any) -> None:
+def test_anchors_stand_apart(walks: list[Kernel]) -> None:
     """dq stores its state before it is read, dk multiplies it with that after its update, by a unit of 16
     bytes a lane and 16 columns, while no GEMM is in flight.
     """
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         if kernel.gradient == "dv":
             continue
         opcodes = [opcode for opcode, _ in kernel.instructions]
@@ -200,7 +159,7 @@ def test_anchors_stand_apart(compiled: Any) -> None:
             assert not any(gemms[0] < load < done for load in loads)
 
 
-def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
+def test_shares_of_the_keys_take_turns(walks: list[Kernel]) -> None:
     """The storing warp waits before it stores, and tells the next share when its stores are done.
 
     A wait until stores have only been read would not end with CCTL.IVALL.
@@ -209,7 +168,7 @@ def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
         *("DEPBAR.LE", "DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
         *("MEMBAR.ALL.GPU", "STG.E.STRONG.GPU"),
     )
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         opcodes = [opcode for opcode, _ in kernel.instructions]
         if kernel.gradient == "dv":
             assert not {"NANOSLEEP", "STG.E.STRONG.GPU"} & set(opcodes)
@@ -223,12 +182,12 @@ def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
         assert opcodes[done + 1] == "CCTL.IVALL"
 
 
-def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
+def test_scores_are_sent_to_the_other_cta(walks: list[Kernel]) -> None:
     """From shared memory to shared memory, behind a branch: predicated away, where a cluster is one CTA, the
     copy was an illegal instruction. CTAs wait for one another before they write into the other's, and before
     theirs is gone; no fence of the GPU's scope stands in the walk.
     """
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         opcodes = [opcode for opcode, _ in kernel.instructions]
         (sent,) = (n for n, opcode in enumerate(opcodes) if opcode.startswith("UBLKCP"))
         stored = sent - opcodes[sent::-1].index("FENCE.VIEW.ASYNC.S")
@@ -244,9 +203,9 @@ def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
         assert not any("MEMBAR" in opcode and "GPU" in opcode for opcode in opcodes[walk[0] : walk[-1]])
 
 
-def test_one_warp_stores_the_output(compiled: Any) -> None:
+def test_one_warp_stores_the_output(walks: list[Kernel]) -> None:
     """By a box of 16 rows or of one, stored, or added by dq and dk; never by the state's warps."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
+    for kernel in walks:
         opcodes = Counter(opcode.split(".")[0] for opcode, _ in kernel.instructions)
         assert opcodes["UTMASTG"]
         assert bool(opcodes["UTMAREDG"]) == (kernel.gradient != "dv")

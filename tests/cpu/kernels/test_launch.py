@@ -218,7 +218,7 @@ def test_packed_sequences(dtype: torch.dtype, kernels: ForwardFormulas) -> None:
 
 @pytest.mark.parametrize("layout", [*IN_PLACE, *COPIED])
 def test_what_is_prepared_serves_every_call_like_it(layout: str, kernels: ForwardFormulas) -> None:
-    """Wherever its tensors begin, one element further than vector loads can take them too; it holds no tensor."""
+    """Wherever its tensors begin, also where vector loads cannot take them; it holds no tensor."""
     first, options = tensors_of(layout, states=True), options_of(return_last_states=True)
     forward = tk_forward.prepare(first, options)
     references = [weakref.ref(x) for x in first if x is not None]
@@ -231,10 +231,9 @@ def test_what_is_prepared_serves_every_call_like_it(layout: str, kernels: Forwar
         assert_like_the_reference(forward(*own), own, options)
         launch = kernels.launches[-1]
         assert not any(at % 16 for at in launch.initial)
-        if kernels.prepared == 1:
+        if len(kernels.launches) <= 2:  # later copies lie in another way
             in_place = launch.q[0] == own[0].data_ptr()
-            assert in_place == (layout in IN_PLACE)
-    assert kernels.prepared <= 2  # the copies lie in another way
+            assert kernels.prepared == 1 and in_place == (layout in IN_PLACE)
 
 
 def test_calls_alike_share_a_forward(kernels: ForwardFormulas) -> None:
@@ -253,7 +252,6 @@ def test_calls_alike_share_a_forward(kernels: ForwardFormulas) -> None:
         (x, options._replace(eps=1e-5)),
         (x, options._replace(sigmoid_gate=True)),
         (x, options._replace(sigmoid_gate=True, normalize=False)),
-        (x, options._replace(sequential=True)),
     ]
     for _ in range(2):
         for tensors, changed in changes:

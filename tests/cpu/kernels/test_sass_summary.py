@@ -15,7 +15,6 @@ from .compiled import GATED, Compiled, Compiler
 HOW = "if this is meant: `make sass-summary`, and commit tests/cpu/kernels/sass_summary.txt"
 
 
-@pytest.mark.compiles
 @pytest.mark.parametrize("instance", GATED, ids=lambda instance: instance.name)
 def test_what_is_compiled_is_on_record(
     instance: build.Instance,

@@ -1,4 +1,4 @@
-"""The host side of a scalar decay, which hands its calls to mLSTM's kernels, by its results; no GPU is touched."""
+"""The host side of a scalar decay, which calls mLSTM's kernels, by its results; no GPU is touched."""
 
 from __future__ import annotations
 

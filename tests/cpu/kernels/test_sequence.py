@@ -18,7 +18,7 @@ from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import Launcher
-from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE, mlstm_sequence
+from tfla_tk.build.instances import DECODING, MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, mlstm_sequence
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
@@ -73,7 +73,9 @@ def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]) -> None:
+def test_a_new_state(
+    dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]
+) -> None:
     x = tokens(dtype, before)
     h, *state = tk_sequence.mlstm_sequence(*x.values(), *OPTIONS, after)
     (launch,) = launches
@@ -345,7 +347,7 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_launcher_refuses(load_once: Callable[[Launcher], ModuleType]) -> None:
-    module = load_once(SEQUENCE)
+    module = load_once(DECODING)
     assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)

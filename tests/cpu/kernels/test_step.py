@@ -70,7 +70,9 @@ def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]) -> None:
+def test_a_new_state(
+    dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: list[SimpleNamespace]
+) -> None:
     x = token(dtype, before)
     h, *state = tk_step.mlstm_step(*x.values(), *OPTIONS, after)
     (launch,) = launches
@@ -277,7 +279,7 @@ def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_launcher_refuses(load_once: Callable[[Launcher], ModuleType]) -> None:
-    module = load_once(instances.STEP)
+    module = load_once(instances.DECODING)
     row, state = (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
 

@@ -18,7 +18,7 @@ from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import Instance, cache
+from tfla_tk.build import Instance, Launcher, cache
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.calls.mlstm import MLSTMCall
@@ -244,14 +244,14 @@ GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
 
 def needed_by(kernel: str, call: MLSTMCall) -> list[Instance]:
     """The machine code that is loaded before such a call."""
-    return list(tk._instances_of(*tk._kernel_key(kernel, call)))
+    return list(tk._kernels_of(*tk._kernel_key(kernel, call))[1])
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
-    """What is loaded, side by side."""
+    """What is loaded."""
     found: list[Instance] = []
-    monkeypatch.setattr(build, "load_all", lambda uses: found.extend(instance for _, instance in uses))
+    monkeypatch.setattr(build, "load", lambda launcher, *instances: found.extend(instances))
     return found
 
 
@@ -259,11 +259,11 @@ def fail_to_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[Inst
     """What was tried."""
     tried: list[Instance] = []
 
-    def load_all(uses: Any) -> None:
-        tried.extend(instance for _, instance in uses)
+    def load(launcher: Launcher, *instances: Instance) -> None:
+        tried.extend(instances)
         raise error
 
-    monkeypatch.setattr(build, "load_all", load_all)
+    monkeypatch.setattr(build, "load", load)
     return tried
 
 
@@ -286,7 +286,13 @@ def test_what_a_call_launches_is_loaded_before(
     gates = [torch.zeros(1, 2, 70) for _ in "if"]
     options = (True, normalize, 1e-6)
     call = replace(
-        CALL, dim_qk=dim_qk, dim_v=dim_v, dtype=dtype, normalize=normalize, sigmoid_gate=True, requires_grad=True
+        CALL,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        dtype=dtype,
+        normalize=normalize,
+        sigmoid_gate=True,
+        requires_grad=True,
     )
     given = (*tensors, *gates, None, None, None, None)
     row_n = torch.zeros(1, 2, 70) if normalize else None
@@ -303,15 +309,17 @@ def test_what_a_call_launches_is_loaded_before(
 def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, held = KINDS[kernel], list[Instance]()
-    needed = needed_by(kernel, call)
+    call, held = KINDS[kernel], list[Instance | Launcher]()
+    launcher, needed = tk._kernels_of(*tk._kernel_key(kernel, call))
     monkeypatch.setattr(build, "check_cache", lambda: False)
-    monkeypatch.setattr(build, "is_cached", lambda instance: instance in held)
-    verdict = dispatch.support("tk", kernel, call)
-    assert not verdict.ok and "set TFLA_TK_CACHE_DIR" in verdict.remedy
-    assert verdict.reason == f"{needed[0].name} is not compiled, and the cache directory cannot be written"
-    held += needed
-    device._is_cached.cache_clear()
+    monkeypatch.setattr(build, "is_cached", lambda artifact: artifact in held)
+    for missing in (launcher, *needed):
+        verdict = dispatch.support("tk", kernel, call)
+        assert not verdict.ok and "set TFLA_TK_CACHE_DIR" in verdict.remedy
+        told = f"{missing.name} is not compiled, and the cache directory cannot be written"
+        assert verdict.reason == told
+        held.append(missing)
+        device._is_cached.cache_clear()
     assert dispatch.support("tk", kernel, call) == Support(True)
     if kernel == "mlstm":
         assert not tk.supports_mlstm(GRADIENTS).ok
@@ -345,7 +353,7 @@ def test_auto_moves_on_where_a_kernel_cannot_be_loaded(
         dispatch.choose(kernel, kernel, call, "tk")
     assert caught.value.failed and caught.value.remedy == "make room"
     device.forget_failures()
-    monkeypatch.setattr(build, "load_all", lambda uses: None)
+    monkeypatch.setattr(build, "load", lambda *wanted: None)
     assert dispatch.choose(kernel, kernel, call, "auto") == ("tk", None)
 
 
@@ -393,7 +401,7 @@ def test_a_capture_is_no_reason_to_move_on(monkeypatch: pytest.MonkeyPatch) -> N
         fail_to_load(patch, build.CaptureError("while a CUDA graph is being captured", "call it once before"))
         with pytest.raises(build.CaptureError):
             dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto")
-    monkeypatch.setattr(build, "load_all", lambda uses: None)
+    monkeypatch.setattr(build, "load", lambda *wanted: None)
     assert dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto") == ("tk", None)
 
 
