@@ -55,10 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper (sm_90) GPU"))
     if config.getoption("--quick"):
-        short = [item for item in items if not any(map(item.get_closest_marker, LONG))]
+        short = [item for item in items if not _is_long(item)]
         quick = {*{item.nodeid.partition("[")[0]: item for item in reversed(short)}.values()}
         config.hook.pytest_deselected(items=[item for item in items if item not in quick])
         items[:] = [item for item in items if item in quick]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Whether --quick leaves it out; nvcc takes ten seconds and more."""
+    return any(map(item.get_closest_marker, LONG)) or "kernel_compiler" in getattr(item, "fixturenames", ())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -83,6 +83,7 @@ def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "usage: tfla-tk" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_python_m_gives_the_installed_version() -> None:
     command = [sys.executable, "-m", "tfla_tk", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -43,6 +43,7 @@ def test_nothing(number):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "counts", "skipped"),
     [

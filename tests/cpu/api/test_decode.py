@@ -62,6 +62,7 @@ def test_representable_keeps_the_memory() -> None:
     torch.testing.assert_close(c_kept, change[..., None].expand_as(c), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_gradients(token: Draw) -> None:
     """Exact for h, and for e^m c and e^m n: m is a constant of the differentiation."""
     inputs = {name: x.double().requires_grad_() for name, x in token().items()}

@@ -109,6 +109,7 @@ def test_arguments_in_the_order_of_fla() -> None:
     assert chunk_gated_delta_rule(q, k, v, g, beta)[1] is None
 
 
+@pytest.mark.slow
 def test_signatures_are_those_of_fla() -> None:
     """Every argument of fla's function, in its order; the others by keyword."""
     pytest.importorskip("fla")

@@ -258,6 +258,7 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     torch.library.opcheck(registered.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
@@ -269,6 +270,7 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
     """Tokens, heads, groups, head dims and the scale: one graph serves another size."""

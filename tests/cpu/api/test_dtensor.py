@@ -83,6 +83,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     place = str(tmp_path / "meeting point")

@@ -83,6 +83,7 @@ def test_every_op_has_a_formula() -> None:
     assert all(getattr(torch.ops.tfla_tk, name) in flop_registry for name in names)
 
 
+@pytest.mark.slow
 def test_whichever_is_imported_first(in_forks: Callable[..., dict[str, str]]) -> None:
     count = """
 with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:

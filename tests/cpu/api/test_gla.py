@@ -307,6 +307,7 @@ def test_opcheck(packed: bool, with_state: bool) -> None:
     torch.library.opcheck(registered.packed_gla_bwd, (*detached, *given, 0.25, False, 16, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
@@ -318,6 +319,7 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
     """Tokens, heads, head dims and the scale: one graph serves another size."""

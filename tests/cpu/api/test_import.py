@@ -44,6 +44,7 @@ def test_cpu_call_loads_no_kernel_library() -> None:
     assert result["loaded"] == [] and result["initialised"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "warned"), [("2.10.1+cu128", True), ("2.11.0a0+git1", False)])
 def test_an_old_torch(version: str, warned: bool) -> None:
     """It is told at import, with what it needs and what there is."""

@@ -404,6 +404,7 @@ def test_compile_dynamic_shapes(make_inputs: Make, fake_tk: Any) -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
 def test_compile_with_inductor(make_inputs: Make, fake_tk: Any) -> None:
     fake_tk.verdict = Support(True)
     compiled_agrees(lambda **x: 2 * mlstm_chunkwise(**x, backend="tk"), make_inputs(), "inductor")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import tfla_tk
 
 PRIVATE_NAMES = (
@@ -67,6 +69,7 @@ print("agree", had)
 """
 
 
+@pytest.mark.slow
 def test_a_private_name_of_torch_may_go(in_forks: Callable[..., dict[str, str]]) -> None:
     """Any one of them: the package imports and calls go through the ops, with the same results."""
     found = in_forks(TORCH, {name: f"HIDDEN = {name!r}" + WITHOUT_A_NAME for name in PRIVATE_NAMES})

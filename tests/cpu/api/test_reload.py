@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 PRELUDE = """
 import importlib, pkgutil, sys
 import torch
@@ -80,5 +82,6 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_reload(in_forks: Callable[..., dict[str, str]]) -> None:
     in_forks(PRELUDE, {"each": EACH, "twice": TWICE, "dropped": DROPPED, "newest": NEWEST})

@@ -58,6 +58,7 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
     """Tokens, heads, groups, head dims and the scale: one graph serves another size."""

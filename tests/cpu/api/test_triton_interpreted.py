@@ -43,6 +43,7 @@ def group(numbers: Numbers, prefix: str) -> Numbers:
     return found
 
 
+@pytest.mark.slow
 def test_mlstm_forward_and_states_agree(numbers: Numbers) -> None:
     cases = group(numbers, "forward/")
     assert len(cases) >= 10

@@ -56,6 +56,7 @@ def options(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.slow
 def test_both_kernels_are_checked_timed_and_written(launched, tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     args = options("--json", str(path), "--commit", "abc")

@@ -55,6 +55,7 @@ def patch_backend(monkeypatch: pytest.MonkeyPatch, function) -> None:
     monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", lambda *tensors, backend: function(*tensors))
 
 
+@pytest.mark.slow
 def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     mlstm = ("--op", "mlstm_exp,mlstm_sig")
@@ -76,6 +77,7 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
 
 
+@pytest.mark.slow
 def test_inputs_other_than_the_default_ones_are_told_and_written(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     options = ("--op", "mlstm_exp", "--shapes", "1x48x2x16x32", "--quick", "--json", str(path))
@@ -101,6 +103,7 @@ def test_layout_and_forget_bias_reach_every_backend(monkeypatch) -> None:
     assert len(means) > 3 and all(abs(mean - 12) < 0.5 for mean in means)
 
 
+@pytest.mark.slow
 def test_the_operators_of_fla(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     gates_of = {"simple_gla": ["dg"], "retention": [], "lightning": []}
@@ -141,6 +144,7 @@ def test_mlstm_gets_the_offsets_of_packed_sequences(monkeypatch) -> None:
     assert given[0] == [0, *itertools.accumulate(lengths)] and all(x == given[0] for x in given)
 
 
+@pytest.mark.slow
 def test_triton_says_that_it_has_no_variable_length(capsys) -> None:
     options = ("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN4", "--backends", "triton,reference")
     assert run(*options, "--quick") == 1
@@ -179,6 +183,7 @@ def test_what_an_operator_does_not_have(options: tuple[str, ...], message: str) 
         run(*options)
 
 
+@pytest.mark.slow
 def test_shapes_that_an_operator_does_not_have_are_left_out_and_told(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     shapes = "1x16x2x16x16,1x16x2x16x16xHV4"
@@ -197,6 +202,7 @@ def test_fla_is_the_baseline_of_the_scalar_decay_family() -> None:
         assert not any(x.family == "triton" and x.call != "triton:fla" for x in found)
 
 
+@pytest.mark.slow
 def test_fla_without_a_gpu_says_so(capsys) -> None:
     options = ("--op", "retention", "--shapes", "1x32x2x16x16", "--quick", "--backends", "triton,reference")
     assert run(*options) == 1
@@ -224,6 +230,7 @@ def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, tmp_path
     assert {row["shape"]["T"] for row in results.load(path)} == {32}
 
 
+@pytest.mark.slow
 def test_a_contest_without_a_truth_fails_and_the_others_go_on(monkeypatch, tmp_path: Path, capsys) -> None:
     compute_truth, path = accuracy.compute_truth, tmp_path / "rows.json"
 
@@ -310,6 +317,7 @@ def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, 
     assert "FAILED" in out and "reference:chunkwise: FAILED: error against fp64: h 1.0e+00 > 1.0e-04" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "status"),
     [("triton", 1), ("triton:xl_chunk_64", 1), ("tk", 1)],
@@ -323,6 +331,7 @@ def test_an_unsupported_backend_counts_only_when_it_was_named(monkeypatch, backe
     assert run(*options, "--backends", backend) == status
 
 
+@pytest.mark.slow
 def test_a_named_family_counts_only_when_none_of_its_variants_serves(monkeypatch) -> None:
     def refuse_all_but_one(*tensors, backend):
         if backend != "triton:xl_chunk_128":
@@ -333,6 +342,7 @@ def test_a_named_family_counts_only_when_none_of_its_variants_serves(monkeypatch
     assert run("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick", "--backends", "triton") == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_baseline_counts_only_when_it_was_named(monkeypatch) -> None:
     patch_backend(monkeypatch, lambda *tensors: 2 * reference.mlstm_chunkwise(*tensors))
     options = ("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick", "--backends")

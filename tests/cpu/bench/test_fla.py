@@ -176,6 +176,7 @@ for installed, switch in ((False, "1"), (True, "0"), (True, "1")):
 """
 
 
+@pytest.mark.slow
 def test_a_dispatch_is_refused_where_it_serves_kernels_of_others(in_forks) -> None:
     if find_package("fla") is None or find_package("triton") is None:
         pytest.skip("fla-core is not installed")

@@ -115,6 +115,7 @@ def test_the_forms_of_the_reference_and_the_op_pass(tmp_path: Path, capsys) -> N
     assert "36 checks: 36 within tolerance, 0 failed, 0 not served." in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_other_dtypes_pass(dtype: str, capsys) -> None:
     assert main(["gradcheck", *SMALL, "--dtype", dtype, "--cases", "default+initial+last"]) == 0
@@ -193,6 +194,7 @@ def test_a_crash_is_told(break_backends, capsys) -> None:
     assert "tk: FAILED: RuntimeError: illegal memory access\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_long_sequences_are_judged_by_the_chunkwise_form(monkeypatch, capsys) -> None:
     monkeypatch.setattr(gradcheck_cases, "RECURRENT_TOKENS", 39)
     options = ("--backends", "reference:recurrent,op", "--cases", "extreme+initial+last")
@@ -438,6 +440,7 @@ def test_the_default_cases_of_packed_sequences_have_no_gradients_of_last_states(
     assert [row["case"] for row in rows if "N" not in row["shape"]] == plain
 
 
+@pytest.mark.slow
 def test_the_gate_parameters_are_checked(tmp_path: Path, monkeypatch, capsys) -> None:
     """dA_log and ddt_bias are sums over batch and tokens; a slight error of one of them is found."""
     path = tmp_path / "errors.json"

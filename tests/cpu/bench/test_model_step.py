@@ -57,6 +57,7 @@ def perform(task: Task) -> list[dict[str, Any]]:
     return [fact for fact in found if "running" not in fact]
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_phase_in_a_process_of_its_own(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     assert main(["model", "--phases", "decode", "--layers", "1", "--json", str(path), "--commit", "abc"]) == 0

@@ -101,6 +101,7 @@ def test_flash_qla_computes_the_gated_delta_rule(settings, installed, which: str
     )
 
 
+@pytest.mark.slow
 def test_flash_qla_refuses_other_dims_and_dtypes(settings, installed) -> None:
     for shape, dtype, reason in (
         (Shape(1, 64, 1, 64, 64), "bf16", "it takes K = V = 128, these are 64 and 64"),
@@ -157,6 +158,7 @@ def test_rivals_take_part_in_their_operators_alone() -> None:
             calls("simple_gla", [name], rivals=False)
 
 
+@pytest.mark.slow
 def test_a_rival_that_was_named_and_is_missing_is_the_exit_status(monkeypatch) -> None:
     monkeypatch.setattr(rivals, "find_package", lambda name: None)
     options = ["compare", "--op", "simple_gla", "--shapes", "1x32x2x16x16", "--quick"]

@@ -64,6 +64,7 @@ def test_rows_are_valid_and_share_the_run(settings, which: str) -> None:
     assert list(outcomes[0].row["rel_err"]) == names
 
 
+@pytest.mark.slow
 def test_a_wrong_backend_is_refused_and_the_others_are_timed(settings) -> None:
     timed: list[str] = []
 

@@ -49,6 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(train.PRESETS, "cpu", preset)
 
 
+@pytest.mark.slow
 def test_preset_trains_and_forms_of_the_reference_agree(tmp_path: Path, capsys) -> None:
     options = ("--backends", "reference:recurrent,reference", "--plot", str(tmp_path / "curves.png"))
     status, found = run(tmp_path / "run.json", *options, "--input-bias", "0")
@@ -92,6 +93,7 @@ def wrong_gradient(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Ten
     return reference.mlstm_chunkwise(q, 2 * k.detach() - k, v, i, f)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [wrong_scale, wrong_gradient])
 def test_a_wrong_backend_leaves_the_band(monkeypatch, tmp_path: Path, capsys, cell: Cell) -> None:
     patch_tk(monkeypatch, cell)
@@ -103,6 +105,7 @@ def test_a_wrong_backend_leaves_the_band(monkeypatch, tmp_path: Path, capsys, ce
     assert "tk: farther from the reference than another order of batches" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rounding_to_bf16_stays_in_the_band(monkeypatch, tmp_path: Path) -> None:
     def rounded(*tensors: Tensor) -> Tensor:
         return reference.mlstm_chunkwise(*(x.bfloat16() for x in tensors[:3]), *tensors[3:]).float()
@@ -113,6 +116,7 @@ def test_rounding_to_bf16_stays_in_the_band(monkeypatch, tmp_path: Path) -> None
     assert 0 < found["trainings"][-1]["distance"]["rms"] < 0.6 * found["band"]["rms"]
 
 
+@pytest.mark.slow
 def test_autocast_is_the_same_in_all_trainings_that_are_judged(tiny, tmp_path: Path) -> None:
     options = ("--dtype", "bf16", "--backends", "reference:recurrent")
     status, found = run(tmp_path / "run.json", *options, steps=3)
@@ -143,6 +147,7 @@ def test_a_training_without_autocast_is_shown_and_not_judged() -> None:
     assert (plain.status, tk.status) == ("ok", "OUTSIDE")
 
 
+@pytest.mark.slow
 def test_unsupported_backends_are_reported(tiny, tmp_path: Path, capsys) -> None:
     status, found = run(tmp_path / "run.json", "--op", "sig", steps=3)
     assert status == 0 and found["op"] == "mlstm_sig"
@@ -161,6 +166,7 @@ def test_unsupported_backends_are_reported(tiny, tmp_path: Path, capsys) -> None
     assert run(tmp_path / "run.json", "--backends", "tk", steps=3)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "no gradient", "not finite"])
 def test_a_failure_is_the_exit_status_and_the_others_go_on(
     tiny, monkeypatch, tmp_path: Path, fault: str
@@ -185,6 +191,7 @@ def test_a_failure_is_the_exit_status_and_the_others_go_on(
     assert after["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_failure_without_autocast_is_the_exit_status(tiny, monkeypatch, tmp_path: Path) -> None:
     def function(*tensors: Tensor, backend: str) -> Tensor:
         h = reference.mlstm_chunkwise(*tensors)
@@ -197,6 +204,7 @@ def test_a_failure_without_autocast_is_the_exit_status(tiny, monkeypatch, tmp_pa
     assert [each["status"] for each in found["trainings"]] == ["ok", "ok", "FAILED", "ok"]
 
 
+@pytest.mark.slow
 def test_seeds(tiny, tmp_path: Path) -> None:
     losses = {}
     for seed in (0, 0, 1):

@@ -410,6 +410,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_processes_compile_once(isolated_environment: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     builders = [start_builder(notes, 1.0) for _ in range(2)]

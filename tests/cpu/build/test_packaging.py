@@ -53,6 +53,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_reference_and_bench_in_a_checkout(copy: Path) -> None:
     """Its tfla_tk/ comes before what is installed: nothing (-S reads no .pth file) or another one."""
     beside = [copy / "reference", copy / "bench"]

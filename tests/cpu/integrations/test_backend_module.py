@@ -109,6 +109,7 @@ def test_sigmoid_gate(
         assert rel_err(module(**inputs, mode="train")[0], expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["exp", "sig"])
 def test_pieces_of_a_few_tokens(
     make_backend: Make,
@@ -207,6 +208,7 @@ def test_parallel_kernels_can_be_switched(make_backend: Make, draw: Draw, rel_er
         assert rel_err(module(**inputs), before) < 1e-5
 
 
+@pytest.mark.slow
 def test_compiled_module(make_backend: Make, draw: Draw, rel_err: RelErr) -> None:
     """One graph in training, and a new one after the switch."""
     module, inputs = make_backend(return_last_states=False), draw(64)

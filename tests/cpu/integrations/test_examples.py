@@ -67,6 +67,7 @@ def test_without_arguments(
     assert printed.count("step     5  loss") == 2 and "decoding on" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])
 def test_as_scripts(mlstm_kernels: Any, name: str) -> None:
     pytest.importorskip("xlstm", reason="xlstm is not installed")

@@ -31,6 +31,7 @@ def holders(function: Any) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_every_attribute_of_a_module_is_replaced_and_put_back() -> None:
     functions = {name: own(name) for name in ALL}
     before = {name: holders(function) for name, function in functions.items()}

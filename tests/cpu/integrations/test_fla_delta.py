@@ -102,12 +102,14 @@ for function in (kept, replaced):
 """
 
 
+@pytest.mark.slow
 def test_a_reload_keeps_what_is_accelerated() -> None:
     script = [sys.executable, "-W", "ignore", "-c", RELOADED]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_compiled_calls_have_no_graph_break() -> None:
     integration.accelerate()
     function, x = own("chunk_gated_delta_rule"), draw()

@@ -86,6 +86,7 @@ def test_flags_by_position(accelerated: list[str]) -> None:
     assert own("chunk_lightning_attn")(q, k, v, 1, 4, None, None, 1)[1].shape == expected[1].shape
 
 
+@pytest.mark.slow
 def test_compiled_calls_have_no_graph_break(accelerated: list[str]) -> None:
     """fla's own function is kept out of torch.compile; what is in its place is not."""
     function, x = own("chunk_simple_gla"), draw_scalar_decay()

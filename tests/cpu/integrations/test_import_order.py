@@ -105,6 +105,7 @@ print(json.dumps([choice, switched, kernel(model) is before, message]))
 KERNELS = "tfla_tk.integrations.xlstm.kernels"
 
 
+@pytest.mark.slow
 def test_import_order(in_forks: Callable[..., dict[str, str]]) -> None:
     """Register first, last and between; and without xlstm and mlstm_kernels, where replace(model) works, and
     replace() tells what to install.

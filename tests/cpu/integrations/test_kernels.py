@@ -212,6 +212,7 @@ def test_a_few_tokens_where_tk_serves_none(
     assert sequence_calls == [("mlstm_chunkwise", "auto")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["chunkwise", "chunkwise_siging"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])

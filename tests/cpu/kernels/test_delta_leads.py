@@ -120,6 +120,7 @@ def test_how_long_they_are(
         assert found.mT.tolist() == [[expected] * 2] * 2  # of both sequences and heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [2], indirect=True)
 def test_they_are_multiples_of_a_segment_of_the_walks_over_the_states(kernel: Kernel, split: Split) -> None:
     """But at a sequence's end."""
@@ -183,6 +184,7 @@ def test_heads_that_hardly_forget_are_carried(
         assert all((leads == CARRIED).all() for leads in at_borders(kernel, 3))
 
 
+@pytest.mark.slow
 def test_every_head_has_its_own(kernel: Kernel, split: Split) -> None:
     """Of one chunk, of two, and such as are carried, side by side."""
     decays = torch.tensor([NEAR, -0.6, -0.4, 0.0])

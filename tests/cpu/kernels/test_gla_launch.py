@@ -161,6 +161,7 @@ def test_a_backward_serves_odd_addresses(cut: int, kernel: Kernel) -> None:
     check_backward(core)
 
 
+@pytest.mark.slow
 def test_a_backward_begins_with_odd_addresses(cut: int, kernel: Kernel) -> None:
     """What a first call had to copy says nothing of later ones that lie alike."""
     core = draw()
@@ -289,6 +290,7 @@ def test_the_option_fixes_the_walkers_of_states(kernel: Kernel) -> None:
             assert call.Shape.of(core).walkers_of_states == expected
 
 
+@pytest.mark.slow
 def test_calls_with_and_without_the_option_are_prepared_apart(kernel: Kernel) -> None:
     for batch_invariant in (False, True, False, True):
         check_backward(draw(dims=(128, 64), batch_invariant=batch_invariant))
@@ -373,6 +375,7 @@ def test_a_cut_forward_begins_with_the_states_at_borders(
     assert segments_of_call > sequences and chunks == cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
 @pytest.mark.parametrize("is_kept", [False, True], ids=["made again", "kept"])
 def test_a_cut_backward(is_kept: bool, offsets: torch.dtype | None, kernel: Kernel, cut: int) -> None:
@@ -387,6 +390,7 @@ def test_a_cut_backward(is_kept: bool, offsets: torch.dtype | None, kernel: Kern
         assert [x.name for x in kernel.launches[-3:]] == ["mirror", "left", "right"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
 @pytest.mark.parametrize("dims", WIDE, ids="{0[0]}_{0[1]}".format)
 def test_a_cut_backward_of_wide_heads(

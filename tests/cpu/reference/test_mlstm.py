@@ -195,6 +195,7 @@ def test_partial_initial_state_of_siging(given: str, mlstm_inputs: Draw) -> None
         reference.mlstm_siging_chunkwise(*tokens, *partial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlstm_chunkwise", "mlstm_siging_chunkwise"])
 def test_compiles_as_one_graph(name: str, mlstm_inputs: Draw, assert_close: Check) -> None:
     function = getattr(reference, name)

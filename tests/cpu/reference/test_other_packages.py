@@ -77,6 +77,7 @@ def test_mlstm_siging(normalised: bool, inputs: tuple[Tensors, Tensors], assert_
     assert_close(h, function(*inputs[0], normalize=normalised), tol=TOL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Triton is not supported")
 @pytest.mark.parametrize("family", ["simple_gla", "gla", "gated_delta_rule"])
 def test_linear(family: str, assert_close: Check) -> None:
