@@ -22,6 +22,7 @@ from .linear import Normal, Tensors, draw_cotangents, exact, run, train
 RATES = [1e-3, 1.0, 4.0, 16.0, 64.0, 1e3, 1e6, 1e30]
 VANISHED = 1e-4  # of a head's gradient, relative to that of o
 NAMES = ("dA_log", "ddt_bias")
+HEADS = 32
 
 
 def in_kernel(**x: Any) -> Any:
@@ -52,13 +53,13 @@ def draw_rates(
 
 
 def errors_of_heads(found: Tensors, truth: Tensors, x: Tensors, do: Tensor) -> dict[str, Tensor]:
-    """Relative to the sum over the tokens, or to the norm of its terms where they cancel."""
+    """Of the sums over the tokens, relative to what their terms come to where none cancel: a sum is as
+    accurate as its terms, whose errors may have one sign."""
     biased = x["g"].double() + x["dt_bias"].double()
     terms = {"dA_log": truth["dg"] * softplus(biased) / biased.sigmoid(), "ddt_bias": truth["dg"]}
     least = VANISHED * vector_norm(do.double(), dim=(0, 1, 3))
     return {
-        name: (found[name] - truth[name]).abs()
-        / torch.stack([truth[name].abs(), vector_norm(terms[name], dim=(0, 1)), least]).amax(0)
+        name: (found[name] - truth[name]).abs() / terms[name].abs().sum(dim=(0, 1)).maximum(least)
         for name in NAMES
     }
 
@@ -69,7 +70,7 @@ def errors_of_heads(found: Tensors, truth: Tensors, x: Tensors, do: Tensor) -> d
 def test_gradients_at_every_rate(
     function: Any, dims: tuple[int, int], rate: float, dtype: torch.dtype
 ) -> None:
-    x = draw_rates(rate, function, 4, dims, dtype)
+    x = draw_rates(rate, function, HEADS, dims, dtype)
     given = draw_cotangents(run(x, function=function))
     found = train(x, function=function, given=given)
     truth = train(exact(x), "reference", function, [t.double() for t in given])
@@ -77,7 +78,8 @@ def test_gradients_at_every_rate(
     limit = GRADIENT_TOLERANCE[dtype][1]
     assert relative_error(found["dg"], truth["dg"]) <= limit
     for name, errors in errors_of_heads(found, truth, x, given[0]).items():
-        assert (errors <= limit).all(), (name, errors)
+        for like in (errors[::2], errors[1::2]):  # with the tokens that keep much, without them
+            assert like.square().mean().sqrt() <= limit, (name, like)
 
 
 @pytest.mark.usefixtures("hardly_tuned", "fla_alone")
@@ -91,7 +93,7 @@ def test_no_less_accurate_than_fla(dims: tuple[int, int], rate: float) -> None:
         operands = [x.pop(name) for name in ("q", "k", "v", "g", "beta")]
         return fla.call("chunk_gated_delta_rule", *operands, **x, use_gate_in_kernel=True)
 
-    x = draw_rates(rate, in_kernel, 32, dims)
+    x = draw_rates(rate, in_kernel, HEADS, dims)
     given = draw_cotangents(run(x, function=in_kernel))
     truth = train(exact(x), "reference", in_kernel, [t.double() for t in given])
     found = train(x, function=in_kernel, given=given)

@@ -50,6 +50,9 @@ class Launcher:
     defines: tuple[tuple[str, str], ...] = ()
     exports: tuple[str, ...] = ("CHUNK", "DTYPES", "ADDRESS_BITS")
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take longer than what it is looked up for
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -70,6 +73,9 @@ class Instance:
     kernels: tuple[str, ...]
     namespace: str
     dtype: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 _EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")
@@ -101,6 +107,7 @@ GLA = Launcher(
 )
 
 
+@functools.cache
 def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
     """The smallest tile that holds a head dim.
 
@@ -112,6 +119,7 @@ def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
     return min(tile for tile in tiles if tile >= dim)
 
 
+@functools.cache
 def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
     """The tile of K and the slice of V of the forward, the smallest that hold the head dims.
 
@@ -125,6 +133,7 @@ def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
     return tile_qk, min((v for v in slices if v >= dim_v), default=max(slices))
 
 
+@functools.cache
 def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
     """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its
     operands, else the largest slice.

@@ -92,7 +92,7 @@ struct DeltaForwardParams {
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     int makers;  // CTAs that make A, and P for a walk that does not, meanwhile; 0: made before or in the walk
-    int* made;   // workspace of the makers, [batch * heads, slots] flags and a ticket
+    int* made;   // workspace of the makers, [batch * heads, slots] flags and two tickets
     // The walk makes A and P itself (chunk_matrices/in_walk.cuh), and stores A where a is not null: with two
     // walkers, 64 < K <= 128, whole sequences and no makers.
     bool makes_matrices;

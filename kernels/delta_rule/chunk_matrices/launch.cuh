@@ -60,7 +60,7 @@ void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, 
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * matrices.slots;
     MakersGlobals makers{matrices, p.made, p.made + flags, p.makers};
     makers.ahead = std::max(kLeastAhead, kChunksInL2 / makers.pairs());
-    check_launch(cudaMemsetAsync(p.made, 0, (flags + 1) * sizeof(*p.made), stream), name);
+    check_launch(cudaMemsetAsync(p.made, 0, (flags + 2) * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);
     grid.x += p.makers;
     constexpr int kBytes = std::max(sizeof(Memory), sizeof(MakersMemory<C>));

@@ -13,10 +13,10 @@
 // the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
 // its own results then.
 //
-// CTAs draw tickets in the order in which they begin, and the first ones are makers. So when a CTA of the
-// walk begins, all makers have begun, in whatever order the GPU starts the CTAs of a grid. Makers wait for a
-// walk, which may not have begun, only for a limited time. So the walk waits only for CTAs that are sure to
-// end, whatever else the GPU has to do.
+// A CTA draws a ticket when it begins: of makers while there is one left, else of walks. So when a walk
+// begins, all makers have begun, in whatever order the GPU starts the CTAs of a grid. Makers wait for a walk,
+// which may not have begun, only for a limited time. So the walk waits only for CTAs that are sure to end,
+// whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -32,10 +32,10 @@ constexpr int kWarpgroupsOfMakers = 4;
 constexpr int kLeastAhead = 9, kChunksInL2 = 576;
 
 struct MakersGlobals : MatricesGlobals {
-    int* made;    // [batch * heads, slots]
-    int* ticket;  // the next one
-    int ctas;     // of makers
-    int ahead;    // chunks that makers may be ahead of a walk
+    int* made;     // [batch * heads, slots]
+    int* tickets;  // [2]: the next one of makers, of walks
+    int ctas;      // of makers
+    int ahead;     // chunks that makers may be ahead of a walk
 
     // Pairs of a sequence and a head.
     __host__ __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -229,9 +229,18 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
     wait_copies();
 }
 
-// By all threads of a CTA. place: in shared memory, whose later contents it may be a part of.
-__device__ inline int draw_ticket(int* ticket, int& place) {
-    if (threadIdx.x == 0) place = atomicAdd(ticket, 1);
+// The part that a CTA takes: a maker's, below g.ctas, or g.ctas and the number of a walk. The last CTAs of
+// the grid let the others be makers where these begin soon: drawn by all, the walks are up to a quarter
+// slower. By all threads of a CTA. place: in shared memory, whose later contents it may be a part of.
+__device__ inline int draw_part(const MakersGlobals& g, int& place) {
+    constexpr int kTries = 100, kNanoseconds = 100;
+    if (threadIdx.x == 0) {
+        auto all_makers_began = [&] { return peek_from_device(&g.tickets[0]) >= g.ctas; };
+        if (blockIdx.x >= g.ctas)
+            for (int i = 0; i < kTries && !all_makers_began(); i++) __nanosleep(kNanoseconds);
+        place = all_makers_began() ? g.ctas : atomicAdd(&g.tickets[0], 1);
+        if (place >= g.ctas) place = g.ctas + atomicAdd(&g.tickets[1], 1);
+    }
     __syncthreads();
     const int drawn = __shfl_sync(0xffffffff, place, 0);
     __syncthreads();

@@ -67,11 +67,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void delta_forward_with_makers_kern
     const __grid_constant__ WithMakers<ForwardGlobals> g) {
     TFLA_DEVICE_CODE {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
-        const int cta = draw_ticket(g.makers.ticket, reinterpret_cast<int&>(*shared_memory));
-        if (cta >= g.makers.ctas)
-            run_walk<C>(g.walk, shared_memory, cta - g.makers.ctas);
+        const int part = draw_part(g.makers, reinterpret_cast<int&>(*shared_memory));
+        if (part >= g.makers.ctas)
+            run_walk<C>(g.walk, shared_memory, part - g.makers.ctas);
         else
-            run_makers<C>(g.makers, shared_memory, cta);
+            run_makers<C>(g.makers, shared_memory, part);
     }
 }
 

@@ -171,7 +171,7 @@ class Kernel(BeforeWalks):
         assert (x.of.makers > 0) == (flags != 0)
         if x.of.makers == 0:
             return
-        made = x.tensor(flags, torch.int32, (x.batch * x.heads * x.slots + 1,))  # and a ticket
+        made = x.tensor(flags, torch.int32, (x.batch * x.heads * x.slots + 2,))  # and tickets
         numbers = x.batch * x.heads * x.slots * CHUNK**2
         assert not p or x.address(p) == x.address(a) + 2 * numbers
         assert x.address(flags) == x.address(a) + 2 * numbers * (2 if p else 1)

@@ -68,12 +68,19 @@ def load(kernels_of: KernelsOf, *key: Any) -> Support:
 
 
 _failed: dict[Kernels, tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
+_waiting = threading.Lock()  # held while a timer runs that has failures be forgotten
 _told: set[str] = set()  # reasons that are in the log, all of what may change while the process runs
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels(kernels_of: KernelsOf, *key: Any) -> Kernels:
+    """Of a call, which asks twice: whether they can be had, and to have them."""
+    return kernels_of(*key)
 
 
 def load_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
     """Why the instances of a call cannot be loaded, and the remedy; empty when they are loaded."""
-    wanted = launcher, instances = kernels_of(*key)
+    wanted = launcher, instances = _kernels(kernels_of, *key)
     if wanted in _failed:
         return _failed[wanted]
     try:
@@ -89,7 +96,7 @@ def load_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
 
 def kernel_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
     """Why they cannot be had, as far as that is known without loading them: `device_fault` is empty."""
-    wanted = launcher, instances = kernels_of(*key)
+    wanted = launcher, instances = _kernels(kernels_of, *key)
     if wanted in _failed:
         return _failed[wanted]
     if not _can_add_kernels():
@@ -112,9 +119,15 @@ def _tell_and_try_again(error: build.BuildError) -> None:
 
 def _try_again() -> None:
     """Has what failed be forgotten after a while, so that the next call finds that its cause is gone."""
-    timer = threading.Timer(RETRY_S, forget_failures)
-    timer.daemon = True
-    timer.start()
+    if _waiting.acquire(blocking=False):
+        timer = threading.Timer(RETRY_S, _forget)
+        timer.daemon = True
+        timer.start()
+
+
+def _forget() -> None:
+    _waiting.release()
+    forget_failures()
 
 
 def forget_failures() -> None:

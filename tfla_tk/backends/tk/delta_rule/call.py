@@ -299,7 +299,7 @@ class Left(NamedTuple):
 
     Attributes:
         matrices: of every chunk A and, where the walks do not make it, P; behind them the flags of makers and
-            their ticket.
+            two tickets.
         writes: the walk's writes, like a dense v.
         borders: the states at the borders between segments of the walks over the states; 0 for none.
         maps: M of the segments of a split; 0 without one.
@@ -325,8 +325,8 @@ class Left(NamedTuple):
 
     @staticmethod
     def matrices_bytes(shape: Shape) -> int:
-        """Of the matrices of every chunk, of the flags and of the ticket."""
-        flags = shape.batch * shape.heads * shape.slots + 1 if shape.makers else 0
+        """Of the matrices of every chunk, of the flags and of the tickets."""
+        flags = shape.batch * shape.heads * shape.slots + 2 if shape.makers else 0
         return shape.matrices * shape.matrix_bytes + flags * torch.int32.itemsize
 
 

@@ -111,7 +111,12 @@ def kept_layout(core: DeltaRuleCore) -> tuple[int, ...]:
     chunk."""
     shape, of_backward = Shape.of(core, trains=True), Scratch(0)
     Left.of(shape, of_backward)
-    return of_backward.bytes // core.v.itemsize, shape.split.chunks if shape.split else 0, shape.matrices
+    return _layout_of(shape, of_backward, core.v.itemsize)
+
+
+def _layout_of(shape: Shape, of_backward: Scratch, itemsize: int) -> tuple[int, ...]:
+    """`kept_layout` of a shape, and what `Left` has taken of it."""
+    return of_backward.bytes // itemsize, shape.split.chunks if shape.split else 0, shape.matrices
 
 
 def backward(
@@ -256,7 +261,7 @@ class Walk:
         matrices = shape.matrices_at(left.matrices)
         # of v's dtype because that need not be said to torch, which is half of the time
         self._scratch_size = scratch.bytes // core.v.itemsize
-        self._kept_layout = kept_layout(core) if keep else None
+        self._kept_layout = _layout_of(shape, of_backward, core.v.itemsize) if keep else None
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
