@@ -32,7 +32,7 @@ HEAD = """\
 Every kernel that ships, in bf16 and fp16, compiled for sm_90a at commit {commit}; written by
 `make compilers`.
 
-| compiler | modules | kernels | serialised wgmmas | spills or stack frames |
+| compiler | instances | kernels | serialised wgmmas | spills or stack frames |
 |---|---:|---:|---:|---:|
 """
 
@@ -116,7 +116,7 @@ def row(compiler: str, logs: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("nvcc", nargs="*", default=RELEASES, help="a release of CUDA that pip has, or a path")
-    parser.add_argument("--only", default="", help="part of the modules' names; nothing goes on record")
+    parser.add_argument("--only", default="", help="part of the names of instances; nothing goes on record")
     arguments = parser.parse_args()
     nvccs = [Path(nvcc) if "/" in nvcc else from_pip(TOOLKIT.format(nvcc), "nvcc") for nvcc in arguments.nvcc]
     ptxas = from_pip(PTXAS, "ptxas")
