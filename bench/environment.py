@@ -96,7 +96,7 @@ def missing() -> list[str]:
         lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
     for key, what in (("nvcc", "nvcc"), ("thunderkittens", "ThunderKittens")):
         if "error" in found[key] and not found["prebuilt"].get("kernels"):
-            first = found[key]["error"].splitlines()[0]
+            first = found[key]["error"].splitlines()[0].rstrip(":")
             lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
     absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]
     if absent:

@@ -52,7 +52,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default="The ")
     parser.add_argument("--tokens", type=int, default=200, help="bytes to generate, in two calls")
     parser.add_argument("--original", action="store_true", help="keep mlstm_kernels' own kernels")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model is not None and not args.model.is_file():
+        parser.error(f"{args.model}: there is no such file; train_xlstm.py --save writes one")
+    return args
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,10 +40,15 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
         torch.set_num_threads(1)
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
         return status
     except UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # by a reader such as `head`
+        # what has not been written yet is flushed once more at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (build.BuildError, UnsupportedError, ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

@@ -25,6 +25,9 @@ from tfla_tk.core.dispatch import OPERATORS, which
 from tfla_tk.core.errors import UnsupportedError
 
 _BASELINES = ("mlstm_kernels", "fla-core", "flash-linear-attention", "flash-qla", "mamba-ssm")
+_NAMES = {"triton": "Triton", "reference": "the PyTorch reference"}
+_DECODING = ("_step", "_sequence")  # ends of the names of operators whose kernels have no gradients
+_ON_TRITON = ("fla-core", "flash-linear-attention")
 LIBRARIES = ("torch", "triton", "einops", *_BASELINES, "xlstm", "transformers", "matplotlib")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
 _SMI_TIMEOUT_S = 30
@@ -36,7 +39,7 @@ def report() -> dict[str, Any]:
     Nothing is compiled or fetched, and nothing is raised: what cannot be found, or fails, is an entry with
     ``error`` and ``remedy`` in place of its value.
     """
-    return {
+    found = {
         "tfla_tk": _told(version, "tfla_tk"),
         "python": platform.python_version(),
         "platform": _told(platform.platform),
@@ -51,6 +54,7 @@ def report() -> dict[str, Any]:
         "environment": {variable.name: variable.get() for variable in env.VARIABLES},
         "operators": {name: _choices(name) for name in sorted(OPERATORS)},
     }
+    return found | {"verdict": _verdict(found)}
 
 
 def render(found: dict[str, Any]) -> str:
@@ -64,7 +68,9 @@ def render(found: dict[str, Any]) -> str:
     sees = _text(found["torch_sees_gpu"], lambda sees: "sees a GPU" if sees else "sees no GPU")
     lines.append(_line("torch CUDA", f"{cuda}; torch {sees}"))
     for name, version in found["libraries"].items():
-        lines.append(_line(name, _text(version, lambda version: version or "not installed")))
+        text = _text(version, lambda version: version or "not installed")
+        lacks_triton = name in _ON_TRITON and version and found["libraries"]["triton"] is None
+        lines.append(_line(name, f"{text} (installed, but it needs triton)" if lacks_triton else text))
     lines += [_line(name, _text(found[name], _found_text)) for name in ("nvcc", "thunderkittens")]
     lines.append(_line("kernels", _text(found["prebuilt"], _prebuilt_text)))
     lines.append(_line("cache", _text(found["cache"], _cache_text)))
@@ -79,7 +85,7 @@ def render(found: dict[str, Any]) -> str:
             alike.setdefault((chosen, *verdicts), []).append(f"{name}, {use}: {chosen}")
     for key, heads in alike.items():
         lines += ["", *heads, *key[1:]]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", found["verdict"]])
 
 
 def version(distribution: str) -> str | None:
@@ -189,8 +195,42 @@ def _choices(name: str) -> dict[str, dict[str, Any]]:
 
 def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
     choice = which(name, *EXAMPLES[name](requires_grad))
-    reasons = {backend: str(support) for backend, support in choice.reasons.items()}
+    on_gpu = torch.cuda.is_available()
+    # without a GPU it alone counts: what else a refusal tells is of the example, which then lies on the CPU
+    reasons = {
+        backend: str(support) if support.ok or on_gpu else "no: torch sees no GPU"
+        for backend, support in choice.reasons.items()
+    }
     return {"backend": choice.backend, "reasons": reasons}
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """In one sentence what serves the operators, and where it is not the kernels what they lack."""
+    operators = found["operators"]
+    known = [choice for uses in operators.values() for choice in uses.values() if not _is_error(choice)]
+    if not known:
+        return "It is not known what serves the operators."
+    others = [
+        name
+        for name, uses in operators.items()
+        for use in (["inference"] if name.endswith(_DECODING) else uses)
+        if uses[use].get("backend") != "tk"
+    ]
+    backends = {choice["backend"] for choice in known}
+    if not others:
+        return "The kernels serve every operator."
+    if "tk" in backends:
+        return f"The kernels serve every operator but {', '.join(dict.fromkeys(others))}."
+    capabilities = [] if _is_error(found["gpus"]) else [gpu["compute_cap"] for gpu in found["gpus"]]
+    sees_gpu = found["torch_sees_gpu"] is True
+    if "9.0" not in capabilities and (capabilities or not sees_gpu):
+        cause = "No Hopper GPU"
+    elif not sees_gpu:
+        cause = "torch sees no GPU"
+    else:
+        cause = known[0]["reasons"]["tk"].splitlines()[0].removeprefix("no: ").rstrip(":")
+    names = " or ".join(name for backend, name in _NAMES.items() if backend in backends)
+    return f"{cause}: every operator runs on {names} here."
 
 
 def _mlstm_example(requires_grad: bool) -> list[Tensor]:

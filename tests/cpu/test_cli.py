@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -338,6 +339,17 @@ def test_a_run_that_is_cut_off_leaves_no_empty_file(monkeypatch: pytest.MonkeyPa
     assert main(["compare", "--op", "gla", "--shapes", "1x16x1x16x16", *files]) == 130
     assert not list((tmp_path / "new").iterdir())
     assert (tmp_path / "earlier.csv").read_text() == "kept"
+
+
+def test_a_reader_that_has_gone_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["build", "--list"]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,62 @@ def test_operators_of_the_same_verdicts_share_them() -> None:
     other = {"training": {"backend": "tk", "reasons": {"tk": "yes"}}}
     text = doctor.render(doctor.report() | {"operators": {"a": uses, "b": uses, "c": other}})
     assert text.count("no: no GPU here") == 1
-    groups = text.split("\n\n")[1:]
+    groups = text.split("\n\n")[1:-1]
     assert [group.count(": reference\n") for group in groups] == [4, 0] and "c, training: tk" in groups[1]
+
+
+SLOW = ("reference", "reference")
+ON_TRITON = "every operator runs on Triton or the PyTorch reference here."
+ON_REFERENCE = "every operator runs on the PyTorch reference here."
+
+
+@pytest.mark.parametrize(
+    ("backends", "gpus", "sees_gpu", "verdict"),
+    [
+        (("tk", "tk"), ["9.0"], True, "The kernels serve every operator."),
+        (("tk", "triton"), ["9.0"], True, "The kernels serve every operator but a."),
+        (("triton", "triton"), ["9.0"], True, f"no usable nvcc: {ON_TRITON}"),
+        (("triton", "reference"), ["8.9"], True, f"No Hopper GPU: {ON_TRITON}"),
+        (SLOW, ["9.0"], False, f"torch sees no GPU: {ON_REFERENCE}"),
+        (SLOW, [], False, f"No Hopper GPU: {ON_REFERENCE}"),
+    ],
+)
+def test_the_verdict_comes_last(
+    backends: tuple[str, str],
+    gpus: list[str],
+    sees_gpu: bool,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"tk": "no: no usable nvcc:\n  PATH: nothing"}
+    uses = {
+        use: {"backend": backend, "reasons": told}
+        for use, backend in zip(("inference", "training"), backends, strict=True)
+    }
+    step = uses | {"training": uses["training"] | {"backend": "reference"}}
+    monkeypatch.setattr(doctor, "OPERATORS", ["a", "a_step"])
+    monkeypatch.setattr(doctor, "_choices", {"a": uses, "a_step": step}.get)
+    monkeypatch.setattr(doctor, "_gpus", lambda: [dict.fromkeys(doctor._GPU_FIELDS, cap) for cap in gpus])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    assert doctor.render(doctor.report()).endswith(f"\n\n{verdict}")
+
+
+def test_without_a_gpu_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = doctor.report()
+    reasons = {
+        why
+        for uses in found["operators"].values()
+        for use in uses.values()
+        for why in use["reasons"].values()
+    }
+    assert reasons == {"no: torch sees no GPU", "yes"}
+
+
+def test_fla_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = dict.fromkeys(doctor.LIBRARIES, "1.0") | {"triton": None}
+    text = doctor.render(doctor.report() | {"libraries": versions})
+    assert text.count("1.0 (installed, but it needs triton)\n") == 2
 
 
 def test_what_is_missing_is_told_with_its_remedy(

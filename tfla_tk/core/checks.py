@@ -32,9 +32,10 @@ def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError
 
 
 def shown_name(name: str, known: Iterable[str]) -> str:
-    """A name that is not known, with the one that it is close to, if any."""
-    close = difflib.get_close_matches(str(name), [str(each) for each in known], 1)
-    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
+    """A name that is not known, with the one that it is close to, if any; case does not count."""
+    by_lower = {str(each).lower(): str(each) for each in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, 1)
+    return f"{name!r} (did you mean {by_lower[close[0]]!r}?)" if close else repr(name)
 
 
 def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:

@@ -210,9 +210,14 @@ def _current(name: str) -> list[Callable[..., Any]]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(FUNCTIONS[name]), name)
     except Exception as error:  # whatever a package of others does on import
-        raise ImportError(
-            f"fla cannot be imported: {type(error).__name__}: {error}. Install it with {installation.INSTALL}"
-        ) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing == "triton":
+            told = "fla needs triton, which is not installed: pip install triton"
+        elif missing == "fla":
+            told = "fla is not installed: pip install flash-linear-attention"
+        else:
+            told = f"fla cannot be imported: {type(error).__name__}: {error}"
+        raise ImportError(told) from error
     defining = sys.modules.get(fla_own.original(function).__module__)
     return [function, getattr(defining, name, function)]
 

@@ -84,7 +84,12 @@ def test_what_no_kernel_has_is_among_the_reasons() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "meant"),
-    [("tirton", "triton"), ("referense", "reference"), ("reference:recurent", "reference:recurrent")],
+    [
+        ("tirton", "triton"),
+        ("referense", "reference"),
+        ("reference:recurent", "reference:recurrent"),
+        ("TK", "tk"),
+    ],
 )
 def test_a_name_that_is_close_to_a_backend(backend: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"got '{backend}' .did you mean '{meant}'.."):

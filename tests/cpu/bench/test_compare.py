@@ -21,7 +21,7 @@ REPORT = {
     "gpus": [],
     "torch_cuda": None,
     "torch_sees_gpu": False,
-    "nvcc": {"error": "no usable nvcc: looked everywhere\n  PATH: nothing", "remedy": "set CUDA_HOME"},
+    "nvcc": {"error": "no usable nvcc:\n  PATH: nothing", "remedy": "set CUDA_HOME"},
     "thunderkittens": {"error": "not found", "remedy": "set THUNDERKITTENS_ROOT"},
     "prebuilt": {"kernels": 0},
     "libraries": {"triton": "3.7.1", "mlstm_kernels": None, "fla-core": None},
@@ -72,7 +72,7 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     out = capsys.readouterr().out
     assert "mLSTM, sigmoid input gate, forward + backward, B1 T48 H2 16/32" in out
     assert "no CUDA GPU (nvidia-smi is absent or reports no device)" in out
-    assert "no nvcc, the kernels cannot be compiled: no usable nvcc: looked everywhere; set CUDA_HOME" in out
+    assert "no nvcc, the kernels cannot be compiled: no usable nvcc; set CUDA_HOME" in out
     assert "no ThunderKittens" in out and "set THUNDERKITTENS_ROOT" in out
     assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
 

@@ -49,6 +49,10 @@ def test_train_and_generate(load: Load, tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "mLSTM layers on" in printed and "decoding on" in printed
 
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path / "absent.pt")])
+    assert "absent.pt: there is no such file" in capsys.readouterr().err
+
 
 def test_without_arguments(
     load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,12 @@ def test_calls_on_a_cpu(accelerated: list[str]) -> None:
     torch.testing.assert_close(o, reference.simple_gla_recurrent(**x, g_gamma=decay)[0])
 
 
+@pytest.mark.filterwarnings("error:chunk_simple_gla. q has")
+def test_nothing_is_told_of_the_layout(accelerated: list[str]) -> None:
+    x = draw_scalar_decay(seq=1)
+    own("chunk_simple_gla")(x["q"], x["k"], x["v"], x["g"])
+
+
 def test_the_last_path_is_of_a_call_that_has_returned(accelerated: list[str]) -> None:
     x = draw_scalar_decay()
     with pytest.raises(TypeError, match="g: expected dtype"):

@@ -47,6 +47,11 @@ def test_tuning_arguments(draw: Draw) -> None:
         kernels.chunkwise(**inputs, siz_b_wrong=1)
 
 
+@pytest.mark.filterwarnings("error:mlstm_chunkwise. q has")
+def test_nothing_is_told_of_the_layout(draw: Draw) -> None:
+    kernels.chunkwise(**draw(1))
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sigmoid_gate_has_three_states(draw: Draw, normalize: bool) -> None:
     inputs = draw(40)
