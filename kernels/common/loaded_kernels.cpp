@@ -4,7 +4,11 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <fstream>
+#include <iterator>
 #include <mutex>
+#include <string_view>
+#include <unordered_map>
 
 #include "common/launcher.h"
 #include "common/loaded_kernel.h"
@@ -13,7 +17,18 @@ namespace tfla_tk {
 namespace {
 
 std::mutex loading;
-std::vector<cudaLibrary_t> libraries;
+std::unordered_map<std::string, cudaLibrary_t> library_of;  // by the symbol of a kernel
+
+// Calls each(symbol) for the kernels of a cubin: the code of each is a section .text.<symbol>. The runtime
+// would have to be asked for every symbol, and what fails then is an error to a debugger or a sanitizer.
+template <class Each> void for_kernels_of(const char* cubin, Each each) {
+    using namespace std::string_view_literals;
+    constexpr std::string_view kBefore = "\0.text."sv;
+    std::ifstream file(cubin, std::ios::binary);
+    const std::string content{std::istreambuf_iterator<char>(file), {}};
+    for (std::size_t at = content.find(kBefore); at != std::string::npos; at = content.find(kBefore, at + 1))
+        each(std::string(content.c_str() + at + kBefore.size()));
+}
 
 }  // namespace
 
@@ -24,7 +39,7 @@ void load_kernels(const char* cubin) {
     if (status != cudaSuccess)
         throw std::runtime_error(std::string(cubin) + " cannot be loaded: " + cudaGetErrorString(status));
     const std::lock_guard lock(loading);
-    libraries.push_back(library);
+    for_kernels_of(cubin, [&](std::string symbol) { library_of.emplace(std::move(symbol), library); });
 }
 
 namespace {
@@ -34,12 +49,12 @@ cudaKernel_t find(LoadedKernel& x, const char* name) {
     const char* symbol = nullptr;
     check_launch(cudaFuncGetName(&symbol, x.stub), name);
     const std::lock_guard lock(loading);
-    for (const cudaLibrary_t library : libraries) {
-        cudaKernel_t kernel;
-        if (cudaLibraryGetKernel(&kernel, library, symbol) == cudaSuccess) return x.kernel = kernel;
-        cudaGetLastError();  // that this library has no such kernel is no error
-    }
-    throw std::runtime_error(std::string(name) + ": no machine code is loaded of " + symbol);
+    const auto found = library_of.find(symbol);
+    if (found == library_of.end())
+        throw std::runtime_error(std::string(name) + ": no machine code is loaded of " + symbol);
+    cudaKernel_t kernel;
+    check_launch(cudaLibraryGetKernel(&kernel, found->second, symbol), name);
+    return x.kernel = kernel;
 }
 
 }  // namespace
