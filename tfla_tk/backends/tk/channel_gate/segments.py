@@ -19,7 +19,7 @@ from tfla_tk.build import instances
 from tfla_tk.core.layout import Cut
 
 # By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
-# are a little slower. Estimates (docs/log/gla.md, 2026-11-26).
+# are a little slower. Estimates (docs/log/gla.md, "Segments").
 COSTS = {
     64: segments.Costs(states_chunk=0.5, prologue=3.0, launches=4.5),
     128: segments.Costs(states_chunk=0.45, prologue=1.5, launches=2.0),

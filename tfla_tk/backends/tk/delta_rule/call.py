@@ -27,8 +27,9 @@ from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor,
 # each where V is one slice, so more turns would round too often. Slices take turns in any case
 MOST_TURNS = 4
 _WARP_COLUMNS = 16  # of V or K that a warp's sums are over
-# cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
-# of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
+# cycles of a chunk with one walker on a multiprocessor and with two, set on 2026-11-26: of the walks of the
+# forward and of its mirror, and of those over the states, of which a lone walker makes all scores. Times that
+# were measured since then: docs/log/delta-rule.md, "Costs in the host's estimates"
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go

@@ -27,9 +27,9 @@ MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 # two slices: with more of them low bytes of sums take the place of the right part of dk in the left walk
 MOST_V_WITH_RIGHT = 2 * max(DELTA_STATES_TILES)
 
-# microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
-# beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
-# with K = 64)
+# What was measured: docs/log/delta-rule.md, "Costs in the host's estimates".
+# microseconds per chunk, K = V = 128. By walkers of a CTA: the walk alone, with makers beside it. By matrices
+# on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
 _WALKED_MAKING = 3.8  # of two walkers whose CTA makes the matrices
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
@@ -39,10 +39,10 @@ _SHARE, _MOST_BYTES = 0.865, 3.66e6
 _WAVE = 7.0  # the start of a wave's CTAs
 _MATRIX = 2 * CHUNK * CHUNK  # bytes
 _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
-# the start of a launch with that of its first wave, fitted to forwards on an H100 (log of 2026-11-26). An
+# the start of a launch with that of its first wave, fitted to forwards on an H100 (the same log). An
 # estimate: a segment that is carried
 _LAUNCH, _CARRIED = 15.0, 1.3
-# kernel times of K = V = 128 on an H100 (log of 2026-11-27), per chunk: two walkers that leave states alone,
+# kernel times of K = V = 128 on an H100 (the same log), per chunk: two walkers that leave states alone,
 # in the forward and in the mirror; the mirror by walkers of a CTA; two walkers that make the right part of
 # dk, where memory does not bound them
 _MAPPED, _MAPPED_BACK = 1.3, 2.4
