@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     launches: float
 
 
-# measured on an H200 (docs/log/mlstm.md, 2026-11-21)
+# measured on an H200 (docs/log/mlstm.md, "Cut and packed sequences")
 FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
 # of one walk: estimates (docs/mlstm-backward.md, "Cut sequences")
 BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
