@@ -79,6 +79,7 @@ for dim in (0, 1):
     (h * shard(weights, dim)).sum().backward()
     for name, x in leaves.items():
         torch.testing.assert_close(x.grad.full_tensor(), truth[name].grad)
+dist.barrier()  # or one process closes its connections while the other still uses them
 dist.destroy_process_group()
 """
 
