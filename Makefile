@@ -142,13 +142,15 @@ ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS
 
 # racecheck needs a build of its own (kernels/common/sync.cuh); in the usual one it reports races that are none.
 # Some kernels spill in that build, which is slower but no less right. PyTorch's kernels are not checked
-OF_RACECHECK = TFLA_TK_PTXAS_GATE=off NVCC_APPEND_FLAGS="$${NVCC_APPEND_FLAGS:-} -DTFLA_EVERY_LANE_ARRIVES"
-KERNELS_OF_RACECHECK = --kernel-name kernel_substring=tfla
+ifeq ($(SANITIZER),racecheck)
+SANITIZED_BUILD = TFLA_TK_PTXAS_GATE=off NVCC_APPEND_FLAGS="$${NVCC_APPEND_FLAGS:-} -DTFLA_EVERY_LANE_ARRIVES"
+SANITIZED_KERNELS = --kernel-name kernel_substring=tfla
+endif
 
 .PHONY: sanitize
 sanitize: $(STAMP) ## run the tests marked sanitize under compute-sanitizer (SANITIZER=racecheck, synccheck, ...)
-	@$(if $(filter racecheck,$(SANITIZER)),$(OF_RACECHECK)) compute-sanitizer --tool $(SANITIZER) \
-		$(if $(filter racecheck,$(SANITIZER)),$(KERNELS_OF_RACECHECK)) --error-exitcode 1 $(PY) -m pytest -m sanitize $(ARGS)
+	@$(SANITIZED_BUILD) compute-sanitizer --tool $(SANITIZER) $(SANITIZED_KERNELS) --error-exitcode 1 \
+		$(PY) -m pytest -m sanitize $(ARGS)
 
 .PHONY: clean
 clean: ## remove build products and tool caches; .venv and the kernel cache stay

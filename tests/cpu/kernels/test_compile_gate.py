@@ -58,7 +58,7 @@ def test_keys_of_a_state_in_two_blocks_are_loaded_under_a_gemm(compile_once: Com
 def test_the_code_fits_the_instruction_cache(wide: Compiled) -> None:
     """At 256/512 a kernel of 6,880 instructions does, one of 8,320 took 28 % longer.
 
-    docs/log/mlstm.md has it: "The two state warpgroups are two template instances".
+    docs/log/mlstm.md has the times: "The two state warpgroups are two template instances".
     """
     assert len(fused(wide).instructions) <= INSTRUCTIONS
 

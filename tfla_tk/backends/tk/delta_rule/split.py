@@ -27,9 +27,9 @@ MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 # two slices: with more of them low bytes of sums take the place of the right part of dk in the left walk
 MOST_V_WITH_RIGHT = 2 * max(DELTA_STATES_TILES)
 
-# What was measured: docs/log/delta-rule.md, "Costs in the host's estimates".
-# microseconds per chunk, K = V = 128. By walkers of a CTA: the walk alone, with makers beside it. By matrices
-# on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured with K = 64)
+# Microseconds per chunk, K = V = 128 (docs/log/delta-rule.md, "Costs in the host's estimates"). By walkers of
+# a CTA: the walk alone, with makers beside it. By matrices on a multiprocessor (1: A, 2: A and P): made
+# before the walk, beside it (1: measured with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
 _WALKED_MAKING = 3.8  # of two walkers whose CTA makes the matrices
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
