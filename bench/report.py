@@ -92,7 +92,11 @@ def contest_table(outcomes: Sequence[Outcome]) -> Table:
     columns += ["peak MB"] * any(row["peak_mem_mb"] is not None for row in rows)
     columns += ["host us"] * any("host_us" in row for row in rows)
     columns += ["graph ms"] * any("graph_ms" in row for row in rows)
-    table = Table(title=title_of(first.op, first.shape, first.which), title_justify="left", highlight=False)
+    # a table may be narrower than its title, which rich would wrap
+    title = Text(
+        title_of(first.op, first.shape, first.which), style="table.title", no_wrap=True, overflow="ignore"
+    )
+    table = Table(title=title, title_justify="left", highlight=False)
     table.add_column("backend", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
