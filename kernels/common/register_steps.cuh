@@ -42,4 +42,21 @@ __device__ inline void fma_in_place(float2& x, float2 by, float2 plus) {
     asm("fma.rn.ftz.f32 %0, %0, %1, %2;" : "+f"(x.y) : "f"(by.y), "f"(plus.y));
 }
 
+// Transposes a 4 x 4 matrix of words over each four neighbouring lanes: lane i has x[j] = M[j][i] and gets
+// M[i][0..3].
+template <class Word> __device__ inline uint4 transpose_quad(Word x0, Word x1, Word x2, Word x3) {
+    uint32_t x[4] = {*reinterpret_cast<uint32_t*>(&x0), *reinterpret_cast<uint32_t*>(&x1),
+                     *reinterpret_cast<uint32_t*>(&x2), *reinterpret_cast<uint32_t*>(&x3)};
+    const int lane = fresh_laneid();
+    each<0, 2>([&](int bit) {
+        const bool upper = lane >> bit & 1;
+        each<0, 2>([&](int i) {
+            uint32_t &low = bit ? x[i] : x[2 * i], &high = bit ? x[i + 2] : x[2 * i + 1];
+            const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? low : high, 1 << bit);
+            (upper ? low : high) = other;
+        });
+    });
+    return {x[0], x[1], x[2], x[3]};
+}
+
 }  // namespace tfla_tk

@@ -57,6 +57,8 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
                          float* leaving, float scale, int* made = nullptr) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    float* borders = nullptr;
+    if constexpr (requires { p.borders; }) borders = p.borders;
     if (!C::kHasScorer && !scores)
         throw std::runtime_error("the delta rule: a walk that does not make the scores P is given none");
     return {maps.of_keys(q),
@@ -70,7 +72,7 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             leaving,
             p.carried,
             p.leads,
-            p.borders,
+            borders,
             s.heads,
             s.group,
             s.seq,

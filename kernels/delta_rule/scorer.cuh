@@ -1,10 +1,9 @@
 // The scorer: a warpgroup of a walk. It makes the scores P of each chunk (bindings/params.h) before the
 // walkers come to it. So P is neither stored nor loaded, and q is loaded once.
-//   1. Wait for q, k and the log decay of a chunk, with step 4 also for dO and the writes.
+//   1. Wait for q, k and the log decay of a chunk.
 //   2. Q K^T.
 //   3. Multiply by s e^{b_i - b_j}, round, write P to the stage.
-//   4. In a mirror that makes the right part of dk the same with dO U^T, the scores of the reads.
-//   5. Arrive on the walkers' barrier. They wait for it alone: it stands for what the scorer has waited for,
+//   4. Arrive on the walkers' barrier. They wait for it alone: it stands for what the scorer has waited for,
 //      too.
 #pragma once
 
@@ -12,8 +11,6 @@
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
-
-template <class C> constexpr bool kMakesReads = requires { requires C::kMakesRight; };
 
 template <class C, class Globals, class Memory>
 __device__ inline void make_scores(const Globals& g, Memory& smem) {
@@ -38,19 +35,9 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
             pin(scores);
             gates.apply(scores, 0, tokens);
             store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, scores, first_key / 16);
-            if constexpr (kMakesReads<C>) {  // 4
-                using Values = typename C::Values;
-                issue_scores<T, C::kDimV>(scores, reinterpret_cast<const Values&>(stage.douts),
-                                          reinterpret_cast<const Values&>(stage.writes), first_key);
-                gates.turn_to_writes(smem.gates_of(slot).rest);
-                warpgroup::mma_async_wait<0>();
-                pin(scores);
-                gates.template apply_to_writes<false>(scores);
-                store_panels<T, kChunk>(shared_address(&stage.reads), 16 * warp, scores, first_key / 16);
-            }
         }
         fence_async_proxy();
-        arrive_warp(smem.arrived[slot]);  // 5
+        arrive_warp(smem.arrived[slot]);  // 4
     }
 }
 

@@ -73,31 +73,6 @@ template <int kColumns> struct ReadGates {
                      column(j, k) < last ? of[j][k].y * x.y : 0.f};
             }
     }
-
-    // Makes these factors of products with the writes: also times the rest of beta (gates.cuh) of a column.
-    __device__ inline void turn_to_writes(const float* rest) {
-#pragma unroll
-        for (int j = 0; j < kColumns / 16; j++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float2 by = *reinterpret_cast<const float2*>(&rest[column(j, k)]);
-                of[j][k] = {of[j][k].x * by.x, of[j][k].y * by.y};
-            }
-    }
-
-    // Makes the scores of products with the writes, in place. kStrict: zero on the diagonal, too. Rows past
-    // the last token are zero as they are.
-    template <bool kStrict, class Scores> __device__ inline void apply_to_writes(Scores& scores) const {
-#pragma unroll
-        for (int j = 0; j < kColumns / 16; j++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                float2& x = scores.tiles[0][j].data[k];
-                const int last = row(k) - kStrict;
-                x = {column(j, k) <= last ? of[j][k].x * x.x : 0.f,
-                     column(j, k) < last ? of[j][k].y * x.y : 0.f};
-            }
-    }
 };
 
 }  // namespace tfla_tk::delta_rule

@@ -1,10 +1,9 @@
-// What the walk of the forward and its mirror in the backward share: the task of a CTA, the matrices of a
+// What the walks of the forward and the backward share: the task of a CTA, the matrices of a
 // chunk.
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory. Walkers wait for each other in two cases alone: in a mirror that makes the right part of dk, and in
-// a forward whose walkers make P.
+// memory. Walkers wait for each other where they make P, and in the walk of backward/gradients/.
 #pragma once
 
 #include <algorithm>
@@ -155,8 +154,7 @@ struct WalkTask : Task {
 // (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };
 
-// Barriers of a stage of a walk, and what arrives on them. `inputs`: q, k and the gates; in a mirror that
-// makes the right part of dk also dO and the writes.
+// Barriers of a stage of a walk, and what arrives on them. `inputs`: q, k and the gates.
 //
 //                                          for_scorer   arrived: all that walkers wait for
 //   without a scorer                       -            inputs; the other tiles; A and P
@@ -167,14 +165,13 @@ template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakes
 template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
     return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
 }
-// columns: tiles that the walkers have for themselves; of_scorer: those of them that the scorer reads.
-template <class C, class Memory>
-__device__ inline void init_arrivals(Memory& smem, int slot, int columns, int of_scorer = 0) {
+// columns: tiles that the walkers have for themselves.
+template <class C, class Memory> __device__ inline void init_arrivals(Memory& smem, int slot, int columns) {
     constexpr int kOfTiles = 2 + kArrivalsPerWarp;          // keys, queries; gates
     constexpr int kOfMatrices = kMakesMatrices<C> ? 0 : 1;  // that are loaded
-    init_semaphore(smem.for_scorer[slot], kOfTiles + of_scorer);
+    init_semaphore(smem.for_scorer[slot], kOfTiles);
     init_semaphore(smem.arrived[slot],
-                   kOfMatrices + columns - of_scorer + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));
+                   kOfMatrices + columns + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));
 }
 
 // Whether a border between segments lies before a chunk of a task, which is not the first one. The segments

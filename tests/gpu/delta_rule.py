@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
@@ -29,6 +30,9 @@ SEGMENT = SEGMENT_CHUNKS * CHUNK
 GATES = ["usual", "none", "slow", "-10", "mixed", "closed", "half closed"]
 # a factor on initial states: of the size of what is written. dg of larger ones is a small difference
 OF_WRITTEN = 0.05
+LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # of packed sequences
+# of heads of v and slices of V that add up dq and dk; the last of both
+KINDS = ["plain", "grouped", "sliced", "both", "without gate"]
 BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
 
 
@@ -106,6 +110,38 @@ def check(
 ) -> None:
     """Forward and backward; wider: other tolerances of gradients."""
     check_both(x, function, {"dv": TOLERANCE[x["v"].dtype]} | (wider or {}), **options)
+
+
+def gradients(x: Tensors, **options: Any) -> Tensors:
+    return train(x, function=function_of(x), **options)
+
+
+def draw_kind(kind: str, seq: int, batch: int = 2, **options: Any) -> Tensors:
+    """Of KINDS."""
+    value_heads = {"plain": 2, "grouped": 8, "sliced": 2}.get(kind, 6)
+    dims = {"plain": (128, 128), "grouped": (96, 128), "sliced": (128, 192)}.get(kind, (128, 256))
+    x = draw(batch, seq, 2, value_heads, dims, **options)
+    if kind == "without gate":
+        del x["g"]
+    return x
+
+
+def draw_packed(kind: str, lengths: list[int], offsets: torch.dtype = torch.int64, **options: Any) -> Tensors:
+    x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths), **options)
+    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to("cuda", offsets)}
+
+
+def draw_lengths(kind: str, lengths: list[int] | None, seq: int = 700, **options: Any) -> Tensors:
+    """Packed sequences of these lengths, or else a batch of `seq` tokens each."""
+    if lengths is None:
+        return draw_kind(kind, seq, **options)
+    return draw_packed(kind, lengths, **options)
+
+
+def cotangents(x: Tensors) -> list[Tensor]:
+    """Of o and of the last state."""
+    normal = torch.Generator("cuda").manual_seed(3)
+    return [torch.empty_like(x[name]).normal_(generator=normal) for name in ("v", "initial_state")]
 
 
 def assert_no_host_synchronisation(x: Tensors, function: Any, **options: Any) -> None:

@@ -16,7 +16,23 @@ from tfla_tk.backends.tk.operands import multiprocessors
 
 from . import test_delta_rule, test_delta_runtime
 from .conftest import forget_calls, relative_error
-from .delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
+from .delta_rule import (
+    BETAS,
+    GATES,
+    KINDS,
+    LONG,
+    check,
+    cotangents,
+    draw,
+    draw_kind,
+    draw_lengths,
+    draw_packed,
+    function_of,
+    gradients,
+    of_both_functions,
+    shape_of,
+    ungated,
+)
 from .linear import (
     Tensors,
     assert_accurate,
@@ -28,15 +44,6 @@ from .linear import (
     run,
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
-from .test_delta_right_part import (
-    KINDS,
-    LONG,
-    cotangents,
-    draw_kind,
-    draw_lengths,
-    draw_packed,
-    gradients,
-)
 
 DIMS = [(128, 128), (96, 192), (80, 80), (112, 128), (128, 256)]
 LEAST = [1, 0, 15, 16, 17, 1, 0, 31, 33, 48, 49]  # of packed sequences: about blocks of 16 tokens

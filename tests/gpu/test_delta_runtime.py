@@ -36,7 +36,7 @@ from .memory import LENGTHS, uninitialised_memory_is_nan
 @pytest.mark.parametrize("value_heads", [4, 6, 8])
 def test_a_graph_replays_turns(value_heads: int) -> None:
     """Each time the numbers by which heads of a group take turns are cleared."""
-    x, other = draw(1, 2500, 2, value_heads), draw(1, 2500, 2, value_heads, seed=1)
+    x, other = (draw(1, 2500, 2, value_heads, (192, 128), seed=seed) for seed in (0, 1))
     given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
 
     def call(of_call: Tensors) -> Tensors:
@@ -47,7 +47,7 @@ def test_a_graph_replays_turns(value_heads: int) -> None:
 
 def test_turns_on_several_streams() -> None:
     """Walks of several calls at once, whose CTAs begin in any order, each with its own turns."""
-    x = draw(1, 4000, 8, 32)
+    x = draw(1, 4000, 8, 32, (192, 128))
     given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
     expected = train(x, function=chunk_gated_delta_rule, given=given)
     assert_equal_on_streams(lambda: train(x, function=chunk_gated_delta_rule, given=given), expected, 5)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tfla_tk import batch_invariant, build, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import launch
-from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.call import Left, Shape
 from tfla_tk.backends.tk.prepared import Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -39,21 +38,18 @@ CARRIED = -1  # in the place of leads
 Split = Callable[..., None]
 
 with_leads = pytest.mark.parametrize("longest", [SEGMENT_CHUNKS, 0], ids=["leads", "carried"])
-of_both_kinds = pytest.mark.parametrize("by_mirror", [False, True], ids=["right walk", "by mirror"])
 
 
 @pytest.fixture
 def split_every(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
     """Cuts the walks of the forward and the mirror into segments of so many borders; 0: not at all. With
-    leads of at most so many chunks; 0: every head is carried. by_mirror: it makes the right part of dk
-    wherever it can."""
+    leads of at most so many chunks; 0: every head is carried."""
 
-    def split_every(borders: int, longest: int = SEGMENT_CHUNKS, by_mirror: bool = False) -> None:
+    def split_every(borders: int, longest: int = SEGMENT_CHUNKS) -> None:
         chunks = borders * SEGMENT_CHUNKS
         found = property(lambda shape: shape.cut_into(chunks)) if borders else None
         monkeypatch.setattr(Shape, "split", found)
         monkeypatch.setattr(Shape, "longest_lead", longest)
-        monkeypatch.setattr(costs, "_FILLED", 0.0 if by_mirror else 1e6)
         forget_calls()
 
     yield split_every
@@ -101,21 +97,19 @@ def mixed(x: Tensors) -> Tensors:
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 @with_leads
-@of_both_kinds
 def test_all_dims(
-    by_mirror: bool, longest: int, dims: tuple[int, int], states: bool, dtype: torch.dtype, split_every: Split
+    longest: int, dims: tuple[int, int], states: bool, dtype: torch.dtype, split_every: Split
 ) -> None:
-    split_every(1, longest, by_mirror=by_mirror)
+    split_every(1, longest)
     check(draw(2, 3 * SEGMENT_TOKENS + 77, 1, 2, dims, dtype, states=states))
 
 
 @pytest.mark.parametrize("borders", [1, 2, 3])
 @pytest.mark.parametrize("more", [-1, 0, 1, 64, 65])
 @with_leads
-@of_both_kinds
-def test_any_length(by_mirror: bool, longest: int, more: int, borders: int, split_every: Split) -> None:
+def test_any_length(longest: int, more: int, borders: int, split_every: Split) -> None:
     """Around segments of one border or several, where others lie within them."""
-    split_every(borders, longest, by_mirror=by_mirror)
+    split_every(borders, longest)
     for count in (1, 2, 3):
         check(draw(1, count * borders * SEGMENT_TOKENS + more, 2))
 
@@ -139,10 +133,9 @@ def test_a_walk_without_a_lead_begins_with_zero(split_every: Split, monkeypatch:
 @pytest.mark.parametrize("gates", ["none", "slow", "-10", "mixed", "closed", "half closed"])
 @pytest.mark.parametrize("betas", ["usual", "up to two"])
 @with_leads
-@of_both_kinds
-def test_gates(by_mirror: bool, longest: int, gates: str, betas: str, split_every: Split) -> None:
+def test_gates(longest: int, gates: str, betas: str, split_every: Split) -> None:
     """Maps that keep a state, and such that leave nothing of it, which leads take the place of."""
-    split_every(1, longest, by_mirror=by_mirror)
+    split_every(1, longest)
     # dg is a small difference of large sums where nothing is forgotten, but much is erased
     wider = {"dg": 1.25e-2} if (gates, betas) == ("none", "up to two") else None
     check(draw(1, 3 * SEGMENT_TOKENS + 100, gates=gates, betas=betas), wider=wider)
@@ -150,10 +143,7 @@ def test_gates(by_mirror: bool, longest: int, gates: str, betas: str, split_ever
 
 @pytest.mark.parametrize("gates", ["none", "slow"])
 @pytest.mark.parametrize("betas", ["usual", "one", "up to two"])
-@of_both_kinds
-def test_errors_are_those_of_whole_sequences(
-    by_mirror: bool, gates: str, betas: str, split_every: Split
-) -> None:
+def test_errors_are_those_of_whole_sequences(gates: str, betas: str, split_every: Split) -> None:
     x = draw(1, 8 * SEGMENT_TOKENS, 2, gates=gates, betas=betas)
     truth = both(exact(x), "reference")
 
@@ -162,9 +152,9 @@ def test_errors_are_those_of_whole_sequences(
             name: float((t.double() - truth[name]).norm() / truth[name].norm()) for name, t in found.items()
         }
 
-    split_every(0, by_mirror=by_mirror)
+    split_every(0)
     whole = errors(both(x))
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     split = errors(both(x))
     most = {"dg": 1.5}  # a small difference of large sums: 1.37 on an H100, where nothing decays
     worse = {
@@ -177,30 +167,25 @@ def test_errors_are_those_of_whole_sequences(
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48)], ids="{0[0]}_{0[1]}".format)
 @with_leads
-@of_both_kinds
 def test_packed_sequences(
-    by_mirror: bool, longest: int, dims: tuple[int, int], dtype: torch.dtype, split_every: Split
+    longest: int, dims: tuple[int, int], dtype: torch.dtype, split_every: Split
 ) -> None:
     for borders in (1, 2):
-        split_every(borders, longest, by_mirror=by_mirror)
+        split_every(borders, longest)
         check(packed(dims=dims, dtype=dtype))
 
 
-@of_both_kinds
-def test_without_gate(by_mirror: bool, split_every: Split) -> None:
-    split_every(1, by_mirror=by_mirror)
+def test_without_gate(split_every: Split) -> None:
+    split_every(1)
     check(ungated(draw(1, 2 * SEGMENT_TOKENS + 500)), chunk_delta_rule)
 
 
 @pytest.mark.parametrize("norm", [0.3, 1.3])
 @of_both_functions
 @with_leads
-@of_both_kinds
-def test_keys_of_other_norms(
-    by_mirror: bool, longest: int, gated: bool, norm: float, split_every: Split
-) -> None:
+def test_keys_of_other_norms(longest: int, gated: bool, norm: float, split_every: Split) -> None:
     """Of which the bounds on what is left of a state take account."""
-    split_every(1, longest, by_mirror=by_mirror)
+    split_every(1, longest)
     x = with_keys_of(norm, draw(1, 3 * SEGMENT_TOKENS + 100, 4))
     x["initial_state"] *= OF_WRITTEN
     x = x if gated else ungated(x)
@@ -208,19 +193,17 @@ def test_keys_of_other_norms(
 
 
 @of_both_functions
-@of_both_kinds
-def test_scale(by_mirror: bool, gated: bool, split_every: Split) -> None:
-    split_every(1, by_mirror=by_mirror)
+def test_scale(gated: bool, split_every: Split) -> None:
+    split_every(1)
     x = draw(1, 2 * SEGMENT_TOKENS + 500, 4)
     x["initial_state"] *= OF_WRITTEN
     x = x if gated else ungated(x)
     check(x, function_of(x), scale=1.0)
 
 
-@of_both_kinds
-def test_a_loss_on_the_final_state_alone(by_mirror: bool, split_every: Split) -> None:
+def test_a_loss_on_the_final_state_alone(split_every: Split) -> None:
     """Its gradient goes through the maps of all segments."""
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     x = draw(1, 3 * SEGMENT_TOKENS, gates="slow")
     given = [torch.zeros_like(x["v"]), torch.randn_like(x["initial_state"])]
     found = train(x, function=chunk_gated_delta_rule, given=given)
@@ -234,9 +217,8 @@ def test_a_loss_on_the_final_state_alone(by_mirror: bool, split_every: Split) ->
 
 
 @with_leads
-@of_both_kinds
-def test_every_repeat_is_bitwise_equal(by_mirror: bool, longest: int, split_every: Split) -> None:
-    split_every(1, longest, by_mirror=by_mirror)
+def test_every_repeat_is_bitwise_equal(longest: int, split_every: Split) -> None:
+    split_every(1, longest)
     for x in (draw(1, 3 * SEGMENT_TOKENS + 77, 2, 4), packed(), mixed(packed(2))):
         first = both(x)
         for _ in range(REPEATS):
@@ -244,11 +226,10 @@ def test_every_repeat_is_bitwise_equal(by_mirror: bool, longest: int, split_ever
 
 
 @with_leads
-@of_both_kinds
-def test_outputs_are_written_whole(by_mirror: bool, longest: int, split_every: Split) -> None:
+def test_outputs_are_written_whole(longest: int, split_every: Split) -> None:
     """And nothing is read that no launch has written: neither states of heads with leads, nor leads of
     segments that there are not."""
-    split_every(1, longest, by_mirror=by_mirror)
+    split_every(1, longest)
     for x in (
         draw(1, 3 * SEGMENT_TOKENS + 77, 1, 2, (96, 48)),
         packed(dims=(96, 80)),
@@ -262,10 +243,9 @@ def test_outputs_are_written_whole(by_mirror: bool, longest: int, split_every: S
 
 
 @pytest.mark.parametrize("gates", [("usual", "usual"), ("usual", "slow"), ("slow", "usual")], ids=" ".join)
-@of_both_kinds
-def test_a_graph_replays_a_split(by_mirror: bool, gates: tuple[str, str], split_every: Split) -> None:
+def test_a_graph_replays_a_split(gates: tuple[str, str], split_every: Split) -> None:
     """In both directions. Each time it is found out anew which heads are carried."""
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     x, other = (draw(1, 3 * SEGMENT_TOKENS, 4, gates=of, seed=seed) for seed, of in enumerate(gates))
     given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
 
@@ -276,9 +256,8 @@ def test_a_graph_replays_a_split(by_mirror: bool, gates: tuple[str, str], split_
 
 
 @with_leads
-@of_both_kinds
-def test_nan_stays_in_its_head(by_mirror: bool, longest: int, split_every: Split) -> None:
-    split_every(1, longest, by_mirror=by_mirror)
+def test_nan_stays_in_its_head(longest: int, split_every: Split) -> None:
+    split_every(1, longest)
     x = draw(1, 3 * SEGMENT_TOKENS, 3)
     expected = both(x)
     x["v"] = x["v"].clone()
@@ -375,24 +354,22 @@ def test_a_head_is_carried_or_has_leads(split_every: Split) -> None:
 @pytest.mark.parametrize("gates", ["usual", "-10", "closed", "slow"])
 @pytest.mark.parametrize("borders", [1, 2])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-@of_both_kinds
 def test_results_are_those_of_whole_walks(
-    by_mirror: bool, is_packed: bool, borders: int, gates: str, dtype: torch.dtype, split_every: Split
+    is_packed: bool, borders: int, gates: str, dtype: torch.dtype, split_every: Split
 ) -> None:
     """Within the tolerances of the dtype."""
     x = packed(2, dtype=dtype) if is_packed else draw(1, 5 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype)
     like = draw(1, x["g"].shape[1], 2, 4, dtype=dtype, gates=gates)
     x["g"] = like["g"]
-    split_every(0, by_mirror=by_mirror)
+    split_every(0)
     whole = both(x)
-    split_every(borders, by_mirror=by_mirror)
+    split_every(borders)
     assert_accurate(both(x), exact(whole), dtype, x["v"].numel() ** 0.5)
 
 
-@of_both_kinds
-def test_heads_do_not_depend_on_others(by_mirror: bool, split_every: Split) -> None:
+def test_heads_do_not_depend_on_others(split_every: Split) -> None:
     """A head with leads has the same bits whether others of the call have them or are carried."""
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     x = draw(1, 4 * SEGMENT_TOKENS + 77, 4)
     alone, among = both(x), both(mixed(x))
     for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
@@ -402,10 +379,9 @@ def test_heads_do_not_depend_on_others(by_mirror: bool, split_every: Split) -> N
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-@of_both_kinds
-def test_mixed_heads(by_mirror: bool, is_packed: bool, dtype: torch.dtype, split_every: Split) -> None:
+def test_mixed_heads(is_packed: bool, dtype: torch.dtype, split_every: Split) -> None:
     """Some far and some near in one call; and the same in 20 runs."""
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     x = packed(2, dtype=dtype) if is_packed else draw(1, 4 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype)
     x = mixed(x)
     check(x)
@@ -444,10 +420,9 @@ def test_a_state_that_shrinks_and_grows_again(place: int, longest: int, split_ev
         assert by_chunk(found[name], whole[name]) < 2e-2, name
 
 
-@of_both_kinds
-def test_keys_that_let_a_state_grow(by_mirror: bool, split_every: Split) -> None:
+def test_keys_that_let_a_state_grow(split_every: Split) -> None:
     """Where beta |k|^2 > 2 the gates alone do not tell what is forgotten."""
-    split_every(1, by_mirror=by_mirror)
+    split_every(1)
     x = draw(1, 3 * SEGMENT_TOKENS, 2)
     x["g"], x["beta"] = torch.full_like(x["g"], -0.2), torch.full_like(x["beta"], 1.0)
     x["beta"][:, :, 1] = 2.2
@@ -480,10 +455,9 @@ def test_nan_in_gates_and_keys_reaches_as_far_as_in_a_whole_walk(
 
 
 @pytest.mark.parametrize("forgets", [1, 0], ids=["carried backward alone", "carried forward alone"])
-@of_both_kinds
-def test_heads_that_are_carried_in_one_direction(by_mirror: bool, forgets: int, split_every: Split) -> None:
+def test_heads_that_are_carried_in_one_direction(forgets: int, split_every: Split) -> None:
     """Segments of two halves, of which one forgets, before the border or behind it."""
-    split_every(2, by_mirror=by_mirror)
+    split_every(2)
     x = draw(1, 6 * SEGMENT_TOKENS, 2)
     halves = x["g"].view(1, 3, 2, SEGMENT_TOKENS, 2)
     halves[:, :, 1 - forgets] = 0
@@ -499,10 +473,9 @@ def test_heads_that_are_carried_in_one_direction(by_mirror: bool, forgets: int, 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
 @with_leads
-@of_both_kinds
-def test_small_launches(by_mirror: bool, longest: int, dims: tuple[int, int], split_every: Split) -> None:
+def test_small_launches(longest: int, dims: tuple[int, int], split_every: Split) -> None:
     """For compute-sanitizer."""
-    split_every(1, longest, by_mirror=by_mirror)
+    split_every(1, longest)
     found = both(draw(1, 2 * SEGMENT_TOKENS + 70, 1, 2, dims))
     torch.cuda.synchronize()
     assert all(t.isfinite().all() for t in found.values())

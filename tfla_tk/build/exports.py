@@ -13,6 +13,8 @@ EXPECTED: dict[str, Any] = {
     "ANCHOR_CHUNKS": layout.ANCHOR_CHUNKS,
     "DELTA_ANCHOR_CHUNKS": layout.DELTA_ANCHOR_CHUNKS,
     "SEGMENT_CHUNKS": layout.SEGMENT_CHUNKS,
+    "DELTA_SLICE_COLUMNS": layout.DELTA_SLICE_COLUMNS,
+    "DELTA_DECAY_CHUNKS": layout.DELTA_DECAY_CHUNKS,
     "GRADIENTS": layout.GRADIENTS,
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
     "ADDRESS_BITS": layout.ADDRESS_BITS,

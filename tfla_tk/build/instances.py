@@ -19,7 +19,6 @@ WALK_TILES = MLSTM_TILES
 SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
-DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
 # tokens of one call of mlstm_sequence
@@ -100,7 +99,10 @@ DELTA_RULE = Launcher(
     "delta_rule/launcher.cu",
     "delta_rule/bindings/launcher.cpp",
     _SCALAR_DECAY,
-    (*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
+    (
+        *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
+        *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS"),
+    ),
 )
 GLA = Launcher(
     "gla", "channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp", (), (*_EVERY, "ANCHOR_CHUNKS")
@@ -393,16 +395,27 @@ def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
 
 
 @functools.cache
-def delta_mirror(tile: int, half: bool, walkers: int, makes: str = "values") -> Instance:
-    """The mirror walk of the delta rule's backward.
+def delta_mirror(tile: int, half: bool, walkers: int) -> Instance:
+    """The mirror walk of the delta rule's backward: with a tile of up to 128 it leaves states alone."""
+    kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _delta(f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def delta_gradients(half: bool, sums: bool) -> Instance:
+    """The walk that makes dq, dk and dv of the delta rule at once, K up to 128.
 
     Args:
-        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in
-            backward/config.cuh.
+        sums: it also leaves those for the gradient of the log decay.
     """
-    kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}, MirrorMakes::{makes}>>"
-    suffix = "" if makes == "values" else f"_{makes}"
-    return _delta(f"mirror_k{tile}_w{walkers}{suffix}", "backward/kernel.cuh", half, kernel)
+    kernel = f"delta_gradients_kernel<GradientsConfig<{_TYPES[half]}, {_cpp(sums)}>>"
+    return _delta(f"gradients{'_and_sums' if sums else ''}", "backward/gradients/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def delta_decay() -> Instance:
+    """What gives dg of these sums."""
+    return _delta("decay", "backward/gradients/decay.cuh", None, "delta_decay_kernel")
 
 
 @functools.cache
@@ -414,21 +427,20 @@ def delta_combine(half: bool) -> Instance:
 
 @functools.cache
 def delta_strength() -> Instance:
-    """What gives dbeta of the mirror's sums."""
+    """What gives dbeta of sums over V."""
     return _delta("strength", "backward/strength.cuh", None, "delta_strength_kernel")
 
 
 @functools.cache
-def delta_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
-    """A walk of the delta rule's backward over the states.
+def delta_states(walk: str, half: bool) -> Instance:
+    """A walk of the delta rule's backward over the states, K of more than 128.
 
     Args:
         walk: "left", "right", or "paired left", of two CTAs that share results.
-        tile: of V, one of DELTA_STATES_TILES.
     """
     direction, paired = walk.split()[-1], walk.startswith("paired")
-    config = f"StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{direction}, {_cpp(paired)}>"
-    kernel, name = f"delta_states_kernel<{config}>", f"{walk.replace(' ', '_')}_v{tile}_w{walkers}"
+    config = f"StatesConfig<{_TYPES[half]}, StateWalk::{direction}, {_cpp(paired)}>"
+    kernel, name = f"delta_states_kernel<{config}>", walk.replace(" ", "_")
     return _delta(name, "backward/states/kernel.cuh", half, kernel)
 
 
@@ -502,6 +514,7 @@ def shipped_instances() -> tuple[Instance, ...]:
         delta_leads(),
         delta_carry(),
         delta_strength(),
+        delta_decay(),
         *(mlstm_step(*states) for states in _STATES),
         *(
             mlstm_sequence(t, *states, fp32)
@@ -548,19 +561,15 @@ def _delta_instances(half: bool) -> Iterator[Instance]:
             for scores in {64: (False,), 256: (True,)}.get(tile, (False, True))
         )
         yield from (delta_forward(tile, half, walkers) for walkers in (1, 2))
-        yield from (delta_mirror(tile, half, walkers) for walkers in (1, 2))
+        yield from (delta_mirror(tile, half, walkers) for walkers in ((2,) if tile <= 128 else (1, 2)))
         yield from (delta_inputs(tile, half, backward) for backward in (False, True))
         if tile <= 128:
             yield from (delta_forward(tile, half, walkers, "by makers") for walkers in (1, 2))
-            yield from (delta_mirror(tile, half, walkers, "states") for walkers in (1, 2))
             yield delta_maps(tile, half)
     yield delta_forward(128, half, 2, "in the walk")
-    yield from (delta_mirror(128, half, 2, makes) for makes in ("right_part", "right_part_and_sums"))
+    yield from (delta_gradients(half, sums) for sums in (False, True))
     yield delta_combine(half)
-    for walk, tile, walkers in itertools.product(
-        ("left", "paired left", "right"), DELTA_STATES_TILES, (1, 2)
-    ):
-        yield delta_states(walk, tile, half, walkers)
+    yield from (delta_states(walk, half) for walk in ("left", "paired left", "right"))
 
 
 def _gla_instances(half: bool) -> Iterator[Instance]:

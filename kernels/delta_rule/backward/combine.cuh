@@ -1,4 +1,4 @@
-// dq and dk where the walks over the states leave several parts of each.
+// dq and dk where the walks leave several parts of each.
 #pragma once
 
 #include "common/kernel.cuh"
@@ -16,6 +16,16 @@ template <class T> struct Unit {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     float2 pairs[kUnit / 2] = {};
 
+    __device__ inline void add_floats(const Operand& x, int64_t offset) {
+        const float4* const from =
+            reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + offset);
+#pragma unroll
+        for (int n = 0; n < kUnit / 4; n++) {
+            const float4 y = from[n];
+            pairs[2 * n].x += y.x, pairs[2 * n].y += y.y, pairs[2 * n + 1].x += y.z,
+                pairs[2 * n + 1].y += y.w;
+        }
+    }
     __device__ inline void add(const Operand& x, int64_t offset) {
         const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(x.data) + offset);
         const T2* loaded = reinterpret_cast<const T2*>(&bits);
@@ -56,8 +66,13 @@ __global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
 #pragma unroll 1
         for (int n = 0; n < s.group; n++) {
             const int part = head * s.group + n;
-            dq.add(p.dq_parts, offset(p.dq_parts, part));
-            dk.add(p.dk_parts, offset(p.dk_parts, part));
+            if (p.of_floats) {
+                dq.add_floats(p.dq_parts, offset(p.dq_parts, part));
+                dk.add_floats(p.dk_parts, offset(p.dk_parts, part));
+            } else {
+                dq.add(p.dq_parts, offset(p.dq_parts, part));
+                dk.add(p.dk_parts, offset(p.dk_parts, part));
+            }
         }
         dq.store(p.dq, offset(p.dq, head));
         dk.store(p.dk, offset(p.dk, head));

@@ -1,11 +1,9 @@
-// The mirror: the walk of the delta rule's backward from the last chunk to the first. One CTA owns a
-// (sequence, head, 64 or 128 columns of V):
-//   producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV and the
-//                 right part of dk; adds up the walkers' sums for dbeta and dg and stores them
-//   walkers       one or two, the state's gradient in registers (walker.cuh). With two walkers and
-//                 64 < K <= 128 these may also make the right part of dk (right_part.cuh)
-//   scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
-//                 one (scorer.cuh)
+// The mirror: a walk of the delta rule's backward from the last chunk to the first. With K up to 128 it
+// leaves nothing but states, for a split; with a wide K it makes dV. One CTA owns a (segment of a sequence,
+// head, 64 or 128 columns of V):
+//   producer      loads q, k, dO, A and, with a wide K, P and the writes; scans the gates; stores dV
+//   walkers       one or two, the state's gradient in registers (walker.cuh, wide_walker.cuh)
+//   scorer        makes P with K up to 128 (scorer.cuh)
 #pragma once
 
 #include "common/kernel.cuh"
@@ -34,7 +32,7 @@ __global__ __launch_bounds__(C::kThreads,
                 load_tiles(g, smem);
             else if (warp == 1)
                 scan_gates(g, smem);
-            else if (!C::kStatesAlone && warp - 2 < C::kWalkers)
+            else if (C::kIsWide && warp - 2 < C::kWalkers)
                 store_gradients(g, smem, warp - 2);
         } else if (C::kHasScorer && warpgroup_id > C::kWalkers) {
             set_registers<C::kScorerRegisters, C::kThreads, 1>();

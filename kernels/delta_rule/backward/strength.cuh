@@ -1,4 +1,4 @@
-// dbeta from the sums over columns of V that the mirror leaves.
+// dbeta from the sums over columns of V that a walk leaves.
 #pragma once
 
 #include "common/kernel.cuh"
@@ -30,9 +30,9 @@ __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel(
             if (head >= heads || lane >= tokens) continue;
             const int64_t row = static_cast<int64_t>(batch) * s.heads + first_head + head;
             const float* const sums = p.sums + row * s.seq + first_token + lane;
-            float sum = sums[0];
+            float sum = 0.f;
 #pragma unroll 8
-            for (int part = 1; part < p.parts; part++) sum += sums[part * part_size];
+            for (int part = 0; part < p.parts; part++) sum += sums[part * part_size];
             found[lane][head] = sum;
         }
         __syncthreads();

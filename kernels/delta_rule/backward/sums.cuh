@@ -5,10 +5,8 @@
 // sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
 // parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
 // adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
-// Where the right walk adds also what rounding drops (adds_dropped), s e^b q and e^b k are not rounded. Nor
-// is s e^b dO where the mirror makes the right part of dk: it scales dO, not q, and adds it in two parts.
-// Then what a chunk receives is summed with exact factors. What the mirror adds of dV is rounded, which is a
-// hundredth of the noise.
+// Where the right walk adds also what rounding drops (adds_dropped), s e^b q and e^b k are not rounded. Then
+// what a chunk receives is summed with exact factors.
 #pragma once
 
 #include "delta_rule/backward/token_sums.cuh"
@@ -48,8 +46,7 @@ struct SumsThroughState {
 // Stores a chunk's sums over a part of the columns of K, by one warp. sums: of the lane's tokens. The gates'
 // kernel adds the sum through the state to a flow and subtracts the tokens' sums from it, beginning with the
 // last token. The sum through the state has rounded operands, those of tokens have exact ones; the
-// difference is added to the last token's sum, so that it cancels. Globals, Task: of the walks over the
-// states, or of the mirror's right part.
+// difference is added to the last token's sum, so that it cancels.
 template <class Globals, class Task>
 __device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part,
                                   const SumsThroughState& through, const TwoSums& sums) {

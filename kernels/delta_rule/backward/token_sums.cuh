@@ -6,6 +6,8 @@
 
 namespace tfla_tk::delta_rule {
 
+constexpr int kSumColumns = 16;  // of V, of a part of the sums for dbeta: a warp's
+
 // A lane's sums of two tokens of a chunk, `token` and the next one.
 struct TwoSums {
     int token;

@@ -14,7 +14,7 @@
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
-#include "delta_rule/backward/key_steps.cuh"
+#include "delta_rule/backward/token_sums.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -125,9 +125,17 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         pin_each(tokens);
         load_tokens(stage.writes[walker]);
         if (column() < g.dim_v) {
-            const TwoSums sums =
-                strength_sums(gates, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
-            sums.store(strengths_of<C>(g, task, chunk, column()), task.tokens - chunk * kChunk);
+            auto [token, of] = token_sums(fresh_laneid(), [&](int j, int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                return float2{u.x * dy.x, u.y * dy.y};
+            });
+            auto written = [&](int token) {
+                return written_part(gates.beta.of(token), gates.update.of(token));
+            };
+            of = {1.f / written(token) * of.x, 1.f / written(token + 1) * of.y};
+            const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+            float* const to = g.strengths + column() / kSumColumns * g.rows + head * g.seq + task.first_row;
+            TwoSums{token, of}.store(to + chunk * kChunk, task.tokens - chunk * kChunk);
         }
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.beta.columns(j, fresh_laneid());

@@ -8,8 +8,16 @@ namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.g, x.beta, x.a, x.p);
-    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.leads, x.borders);
-    at.all(x.right.dk, x.right.whole, x.right.inter, x.right.anchors);
+    at.all(x.strengths, x.d_last, x.d_initial, x.carried, x.leads, x.borders);
+}
+
+void place(DeltaGradientsParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dq, x.dk, x.dv, x.g, x.beta, x.a, x.states);
+    at.all(x.d_last, x.d_initial, x.carried, x.leads, x.strengths, x.token_sums, x.flows);
+}
+
+void place(DeltaDecayParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.g, x.dg, x.token_sums, x.flows);
 }
 
 void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_parts, x.dk_parts, x.dq, x.dk); }
@@ -23,25 +31,42 @@ void place(DeltaInputsBackwardParams& x, const Addresses& at) {
 
 namespace {
 
-// shape, q, k, dout, writes, dv, g, beta, A, P, dbeta, d_last, d_initial, carried, leads, borders, scale,
-// walkers, states_alone, right dk, right sums: whole, inter, anchors. Address 0 of d_last, d_initial,
-// borders: none; of carried, leads: no split; of right dk: the walk does not make it; of right sums: not
-// wanted.
+// shape, q, k, dout, writes, dv, g, beta, A, P, strengths, d_last, d_initial, carried, leads, borders, scale,
+// walkers. Address 0 of d_last, d_initial, borders: none; of carried, leads: no split.
 DeltaMirrorParams read_mirror(Arguments& x) {
     DeltaMirrorParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand(), x.operand()};
     p.g = x.gate(), p.beta = x.gate();
-    p.a = x.pointer<void>(), p.p = x.pointer<void>(), p.dbeta = x.pointer();
+    p.a = x.pointer<void>(), p.p = x.pointer<void>(), p.strengths = x.pointer();
     p.d_last = x.pointer(), p.d_initial = x.pointer();
     p.carried = x.pointer(), p.leads = x.pointer<int>(), p.borders = x.pointer();
-    p.scale = x.real(), p.walkers = x.number(), p.states_alone = x.flag();
-    p.right = {x.operand(), x.pointer(), x.pointer<FlowSum>(), x.pointer<void>()};
+    p.scale = x.real(), p.walkers = x.number();
     return p;
 }
 
-// shape, parts of dq, parts of dk, dq, dk.
+// shape, q, k, dout, writes, dq, dk, dv, g, beta, A, states, d_last, d_initial, carried, leads, strengths,
+// token_sums, flows, scale. Address 0 of d_last, d_initial: none; of carried, leads: no split; of token_sums,
+// flows: not wanted.
+DeltaGradientsParams read_gradients(Arguments& x) {
+    DeltaGradientsParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand()};
+    p.dq = x.operand(), p.dk = x.operand(), p.dv = x.operand();
+    p.g = x.gate(), p.beta = x.gate();
+    p.a = x.pointer<void>(), p.states = x.pointer<void>();
+    p.d_last = x.pointer(), p.d_initial = x.pointer(), p.carried = x.pointer(), p.leads = x.pointer<int>();
+    p.strengths = x.pointer(), p.token_sums = x.pointer(), p.flows = x.pointer(), p.scale = x.real();
+    return p;
+}
+
+// shape, slots, g, dg, token_sums, flows.
+DeltaDecayParams read_decay(Arguments& x) {
+    return {read_shape(x), x.number(), x.gate(), x.gate(), x.pointer(), x.pointer()};
+}
+
+// shape, parts of dq, parts of dk, dq, dk, of_floats.
 DeltaCombineParams read_combine_of_heads(Arguments& x) {
     const DeltaShape shape = read_shape(x);
-    return {x.operand(), x.operand(), x.operand(), x.operand(), shape};
+    DeltaCombineParams p{x.operand(), x.operand(), x.operand(), x.operand(), shape};
+    p.of_floats = x.flag();
+    return p;
 }
 
 // shape, sums, parts, dbeta.
@@ -59,10 +84,14 @@ DeltaInputsBackwardParams read_inputs_backward(Arguments& x) {
 
 inline Launcher functions_of_delta_backward() {
     return {{prepares<&delta_mirror, &read_mirror>("mirror"),
+             prepares<&delta_gradients, &read_gradients>("gradients"),
+             prepares<&delta_decay, &read_decay>("decay"),
              prepares<&delta_combine, &read_combine_of_heads>("combine"),
              prepares<&delta_strength, &read_strength>("strength"),
              prepares<&delta_inputs_backward, &read_inputs_backward>("inputs_backward")},
-            {{"INPUT_TOKENS", kInputTokens}}};
+            {{"INPUT_TOKENS", kInputTokens},
+             {"DELTA_DECAY_CHUNKS", kDecayChunks},
+             {"DELTA_SLICE_COLUMNS", kSliceColumns}}};
 }
 
 }  // namespace tfla_tk

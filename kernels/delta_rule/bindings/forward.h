@@ -14,7 +14,7 @@ void place(DeltaLeadsParams& x, const Addresses& at) { at.all(x.shape.cut.offset
 
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
-    at.all(x.carried, x.leads, x.borders, x.made);
+    at.all(x.carried, x.leads, x.borders, x.states, x.made);
 }
 
 void place(DeltaMapsParams& x, const Addresses& at) {
@@ -41,15 +41,15 @@ DeltaLeadsParams read_leads(Arguments& x) {
     return {read_shape(x), x.pointer<ChunkBounds>(), x.pointer<int>(), x.number(), x.flag()};
 }
 
-// shape, q, k, v, o, writes, g, beta, A, P, made, initial, last, carried, leads, borders, scale, walkers,
-// makers, makes_matrices. Address 0 of writes, initial, last, borders: not wanted, zero; of carried, leads:
-// no split.
+// shape, q, k, v, o, writes, g, beta, A, P, made, initial, last, carried, leads, borders, states, scale,
+// walkers, makers, makes_matrices. Address 0 of writes, initial, last, borders, states: not wanted, zero; of
+// carried, leads: no split.
 DeltaForwardParams read_forward(Arguments& x) {
     DeltaForwardParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand(), x.operand()};
     p.g = x.gate(), p.beta = x.gate();
     p.a = x.pointer<void>(), p.p = x.pointer<void>(), p.made = x.pointer<int>();
     p.initial = x.pointer(), p.last = x.pointer(), p.carried = x.pointer(), p.leads = x.pointer<int>();
-    p.borders = x.pointer(), p.scale = x.real();
+    p.borders = x.pointer(), p.states = x.pointer<void>(), p.scale = x.real();
     p.walkers = x.number(), p.makers = x.number(), p.makes_matrices = x.flag();
     return p;
 }

@@ -8,17 +8,18 @@
 
 namespace tfla_tk {
 
-// Chunks of a segment of the walks over the states: always as many, so that the results of a sequence do not
-// depend on what else is in the call. A multiple of kDeltaAnchorChunks (params_states.h).
+// Chunks of a segment of the walks over the states, with K of more than 128: always as many, so that the
+// results of a sequence do not depend on what else is in the call. Segments of a split are multiples. A
+// multiple of kDeltaAnchorChunks (params_states.h).
 //
-// On their way the walks of the forward and of its mirror leave the states at the borders between these
-// segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
-// where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of a
-// segment + n.
+// With K of more than 128 the walks of the forward and of its mirror leave on their way the states at the
+// borders between these segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1)
+// + n where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of
+// a segment + n.
 constexpr int kSegmentChunks = 16;
 
-// The split of few long sequences, which leave multiprocessors idle: the walks of the forward and of its
-// mirror are cut, too, at some of these borders. Over a segment the state is mapped
+// The split of few long sequences, which leave multiprocessors idle, with K up to 128: the walks of the
+// forward and of the backward are cut. Over a segment the state is mapped
 //   S -> M S + own      dS -> M^T dS + own of the mirror
 // with M [K, K], and own what a walk from zero leaves. Walks that leave nothing but states give M and own of
 // the segments, delta_carry from these the states that enter the segments, with which their walks begin.
@@ -30,7 +31,7 @@ constexpr int kSegmentChunks = 16;
 // A head that forgets soon needs no M: the walk of a segment begins some chunks before it, its lead, with a
 // state of zero, and leaves nothing of the lead but the state behind it. The lead is so long that all that is
 // left out has less than 2^kForgotten of its norm in any chunk of the segment (ChunkBounds), or it begins
-// where the sequence does. The mirror's lead is behind its segment. If one segment of a head in a sequence
+// where the sequence does. That of a walk back is behind its segment. If one segment of a head in a sequence
 // would need a longer lead than `longest`, none of these has a lead, and the head is carried by M.
 constexpr float kForgotten = -100.f;
 constexpr int kCarried = -1;
@@ -42,7 +43,7 @@ struct ChunkBounds {
 
 // What all kernels of the delta rule share.
 struct DeltaShape {
-    Cut cut;  // every sequence is one segment, but for the walks over the states and those of a split
+    Cut cut;  // every sequence is one segment, but for the walks over the states, of a split, and delta_decay
     int batch, heads, seq, dim_k, dim_v;
     int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
@@ -81,14 +82,16 @@ struct DeltaLeadsParams {
 struct DeltaForwardParams {
     DeltaShape shape;
     Operand q, k, v, o;
-    Operand writes;  // written U' (gates.cuh), rounded, like o; data is null: not wanted
+    // U', with K of more than 128 written U' (gates.cuh), rounded, like o; data is null: not wanted
+    Operand writes;
     Gate g, beta;
     void *a, *p;           // p: not read by a walk that makes it; a: null where such a walk need not leave it
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
     float* carried;        // S that enters every segment but the first; null where no sequence is cut
     const int* leads;      // before the segments of a split; not read without one
-    float* borders;        // S at the borders between segments, or null: not wanted
+    float* borders;        // S at the borders between segments, with K of more than 128; null: not wanted
+    void* states;  // S^T that enters each chunk, of v's type, [batch * heads, slots, V, K]; null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     int makers;  // CTAs that make A, and P for a walk that does not, meanwhile; 0: made before or in the walk
@@ -98,39 +101,61 @@ struct DeltaForwardParams {
     bool makes_matrices;
 };
 
-// The right part of dk (params_states.h), which the mirror makes in the place of the right walk: with two
-// walkers and 64 < K <= 128. dk.data null: not made.
-struct RightPart {
-    Operand dk;  // of every head of v and slice of V, [B, S, heads * slices, K]
-    // as the right walk leaves them, but a part is for 64 columns of K, and in `anchors` there is dS; null:
-    // no sums are wanted
-    float* whole;
-    FlowSum* inter;
-    void* anchors;
-};
-
 // The mirror of that walk, backward in time. With dS the gradient of the state that leaves a chunk:
 //   dU = P^T dO + e^{b_L - b} (K dS)    dY = dU + A^T (beta dU)    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
+//
+// With K up to 128 it leaves nothing but states: own of every segment but the first in `carried`, where the
+// last one begins with d_last. Then writes, dv and strengths are not used.
 struct DeltaMirrorParams {
     DeltaShape shape;
     Operand q, k, dout, writes;  // writes: of the forward
     Operand dv;                  // written
     Gate g, beta;
-    void *a, *p;   // p: not read by a walk that makes it
-    float* dbeta;  // [parts, batch, heads, seq]: sums over 64 columns of V each, over 16 where K > 128
+    void *a, *p;       // p: not read by a walk that makes it
+    float* strengths;  // [V / 16, batch, heads, seq]: sums for dbeta
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none
     float* carried;    // dS that leaves every segment but the last; null where no sequence is cut
     const int* leads;  // behind the segments of a split; not read without one
-    float* borders;    // dS at the borders between segments, or null: not wanted
+    float* borders;    // dS at the borders between segments, with K of more than 128
     float scale;
-    int walkers;
-    // The walk leaves nothing but states: own of every segment but the first in `carried`, where the last one
-    // begins with d_last; writes, dv and dbeta are not used.
-    bool states_alone;
-    RightPart right;
+    int walkers;  // with K of more than 128, else two
 };
+
+// dq, dk and dV in one walk backward in time, K up to 128. With U = beta U', S the state that enters a chunk,
+// dS the gradient of the one that leaves it, dU, dY and dV as above:
+//   R_ij = s e^{b_i - b_j} dO_i.U_j  (j <= i)    E_ij = -e^{b_i - b_j} dV_i.U_j  (j < i)
+//   dq = s e^b (dO S^T) + R K
+//   dk = e^{b_L - b} (U dS^T) + R^T Q + E^T K - e^b (dV S^T) + E K
+struct DeltaGradientsParams {
+    DeltaShape shape;
+    Operand q, k, dout, writes;  // writes: U', rounded, of a forward that leaves states
+    // Of every head of v. Where V has several slices of 128 columns, of every slice, too, [B, S, heads *
+    // slices, K], and fp32: a sum of parts that are rounded to bf16 would be less accurate than FLA's
+    Operand dq, dk;
+    Operand dv;
+    Gate g, beta;
+    void *a, *states;  // as the forward leaves them
+    const float* d_last;
+    float *d_initial, *carried;  // as the mirror has them
+    const int* leads;
+    float* strengths;  // [V / 16, batch, heads, seq]: sums for dbeta
+    // for dg, null: not wanted. Sums per token, [3 * slices, batch, heads, seq]: q.dq; k.left - k.right; of
+    // k.right what goes through dS. Per chunk e^{b_L} <S, dS>, [slices, batch, heads, slots]
+    float *token_sums, *flows;
+    float scale;
+};
+
+// The gradient of the log decay from these.
+struct DeltaDecayParams {
+    DeltaShape shape;  // segments of kDecayChunks
+    int slots;         // of chunks, per head
+    Gate g, dg;        // dg: written
+    const float *token_sums, *flows;
+};
+constexpr int kDecayChunks = 8;
+constexpr int kSliceColumns = 128;  // of V, of a CTA of that walk
 
 // The walks of the forward that leave nothing but states, of every segment but the last one of heads that are
 // carried:
@@ -155,19 +180,18 @@ struct DeltaCarryParams {
     float* carried;
     const int* leads;
     const float* maps;  // M transposed; backward: M
-    float* borders;     // of the walks over the states: gets the states of those that it shares; null: none
     bool backward;
 };
 
-// The gradients of q and k where the walks over the states leave several parts of each, which are summed. All
-// of q's type; sums in fp32.
+// The gradients of q and k where the walks leave several parts of each, which are summed in fp32.
 struct DeltaCombineParams {
-    Operand dq_parts, dk_parts;  // [B, heads, S, K]
+    Operand dq_parts, dk_parts;  // [B, heads, S, K], of q's type or fp32
     Operand dq, dk;              // [B, heads / group, S, K]
     DeltaShape shape;            // cut and dim_v are not read
+    bool of_floats;              // the parts are fp32
 };
 
-// dbeta of the sums that the mirror leaves.
+// dbeta of the sums that a walk leaves.
 struct DeltaStrengthParams {
     DeltaShape shape;   // cut, dim_k and dim_v are not read
     const float* sums;  // [parts, batch, heads, seq]
@@ -180,6 +204,8 @@ void delta_matrices(const DeltaMatricesParams& params, void* stream);
 void delta_leads(const DeltaLeadsParams& params, void* stream);
 void delta_forward(const DeltaForwardParams& params, void* stream);
 void delta_mirror(const DeltaMirrorParams& params, void* stream);
+void delta_gradients(const DeltaGradientsParams& params, void* stream);
+void delta_decay(const DeltaDecayParams& params, void* stream);
 void delta_maps(const DeltaMapsParams& params, void* stream);
 void delta_carry(const DeltaCarryParams& params, void* stream);
 void delta_combine(const DeltaCombineParams& params, void* stream);

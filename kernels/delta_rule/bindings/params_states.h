@@ -1,4 +1,4 @@
-// Arguments of the walks for the gradients of q and k. This header compiles without CUDA.
+// Arguments of the walks for the gradients of q and k, K of more than 128. This header compiles without CUDA.
 #pragma once
 
 #include "delta_rule/bindings/params.h"
@@ -17,17 +17,13 @@ constexpr int kDeltaAnchorChunks = 4;
 //                             dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 // All of these are sums over V, and over the heads of v that share a head of q and k. A CTA has a head of v
 // and a slice of V, as wide as an instance's tile; where several CTAs share a result, they add up their parts
-// in a fixed order. Where the mirror has made the right parts (RightPart), the left walk alone is left. It
-// adds them to its own, and computes the flows. The gradient of the log decay comes from sums per token, q.dq
-// + k.left and k.right, from their parts through S and dS, and from the flow of gradient <S, dS> at the
-// anchors.
+// in a fixed order. The gradient of the log decay comes from sums per token, q.dq + k.left and k.right, from
+// their parts through S and dS, and from the flow of gradient <S, dS> at the anchors.
 struct DeltaStatesParams {
     DeltaShape shape;                // segments of kSegmentChunks
     Operand q, k, writes, dout, dv;  // writes: of the forward, times `rest` U
-    // of [B, S, heads / shared, K]; the left walk writes dq and left, the right one reads left and writes dk.
-    // Where the mirror has made the right parts, `left` gets dk
+    // of [B, S, heads / shared, K]; the left walk writes dq and left, the right one reads left and writes dk
     Operand dq, left, dk;
-    Operand right;          // as in RightPart; data null: there is a right walk
     Gate g, beta;           // log decay; g.data is null where nothing decays
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
     // the last state, or the gradient of the first, of which the sums are: those of the forward and the
@@ -40,17 +36,14 @@ struct DeltaStatesParams {
     // 16 columns of K; null: no sums are wanted
     float* whole;
     FlowSum* inter;
-    void* anchors;  // of delta_anchor_bytes: what the left walk leaves of S, or the mirror of dS
-    // [2, batch, heads, anchor_slots, parts], by the last walk: <S, dS> for the chunks behind an anchor and
-    // for those before it. The state of the walk that has left the anchor is rounded; of the other one the
-    // flow with dS in fp32 is for the chunks behind, that with S in fp32 for those before
+    void* anchors;  // of delta_anchor_bytes: what the left walk leaves of S
+    // [2, batch, heads, anchor_slots, parts], by the right walk: <S, dS> with S rounded; with dS in fp32 for
+    // the chunks behind an anchor, with dS rounded for those before it
     float* flows;
     int* written;  // workspace of delta_written_bytes, where several CTAs share a result
-    // workspace of delta_low_bytes, where slices of V take turns (states/turns.cuh); null: each turn rounds.
-    // There is none beside `right` where more than two CTAs share a result
+    // workspace of delta_low_bytes, where slices of V take turns (states/turns.cuh); null: each turn rounds
     void* low;
     float scale;  // s
-    int walkers;  // warpgroups of a CTA that own 64 columns of K each: 1 or 2
     int shared;   // neighbouring heads of v that share a head of dq, left and dk; it divides the group
 };
 

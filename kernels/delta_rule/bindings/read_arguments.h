@@ -13,13 +13,13 @@ inline DeltaShape read_shape(Arguments& x) {
 }
 
 inline void place(DeltaCarryParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.carried, x.leads, x.maps, x.borders);
+    at.all(x.shape.cut.offsets, x.carried, x.leads, x.maps);
 }
 
-// shape, carried, leads, maps, borders (0 for none), backward: what carries the states of heads without leads
-// over the segments of a split.
+// shape, carried, leads, maps, backward: what carries the states of heads without leads over the segments of
+// a split.
 inline DeltaCarryParams read_carry(Arguments& x) {
-    return {read_shape(x), x.pointer(), x.pointer<int>(), x.pointer(), x.pointer(), x.flag()};
+    return {read_shape(x), x.pointer(), x.pointer<int>(), x.pointer(), x.flag()};
 }
 
 }  // namespace tfla_tk

@@ -8,27 +8,26 @@
 namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk, x.right);
+    at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk);
     at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows, x.written,
            x.low);
 }
 
 namespace {
 
-// shape, q, k, writes, dout, dv, dq, left, dk, right, g, beta, entering, leaving, borders, sums: whole,
-// inter, anchors, flows; written, low, scale, walkers, shared. right: the right parts of dk, address 0 where
-// the mirror does not make them; entering, leaving: the states that sequences begin and end with, borders:
-// those of the segments between, 0 for none; written, low: workspaces of written_bytes and low_bytes; shared:
-// heads of v that share a head of the results.
+// shape, q, k, writes, dout, dv, dq, left, dk, g, beta, entering, leaving, borders, sums: whole, inter,
+// anchors, flows; written, low, scale, shared. entering, leaving: the states that sequences begin and end
+// with, borders: those of the segments between, 0 for none; written, low: workspaces of written_bytes and
+// low_bytes; shared: heads of v that share a head of the results.
 DeltaStatesParams read_walk(Arguments& x) {
     DeltaStatesParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand(), x.operand()};
-    p.dq = x.operand(), p.left = x.operand(), p.dk = x.operand(), p.right = x.operand();
+    p.dq = x.operand(), p.left = x.operand(), p.dk = x.operand();
     p.g = x.gate(), p.beta = x.gate();
     p.entering = x.pointer(), p.leaving = x.pointer(), p.borders = x.pointer();
     p.whole = x.pointer(), p.inter = x.pointer<FlowSum>(), p.anchors = x.pointer<void>(),
     p.flows = x.pointer();
     p.written = x.pointer<int>(), p.low = x.pointer<void>();
-    p.scale = x.real(), p.walkers = x.number(), p.shared = x.number();
+    p.scale = x.real(), p.shared = x.number();
     return p;
 }
 

@@ -42,6 +42,7 @@ struct ForwardGlobals : WalkGlobals {
     TensorMap v;  // boxes of a chunk
     ResultMaps o, writes;
     bool keep_writes, keep_matrices;
+    void* states;  // S^T that enters each chunk; null: not wanted
 };
 
 // Factors of a chunk's tokens.
@@ -50,9 +51,10 @@ template <class C> struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors beta;
-    TokenFactors written;  // the part of beta e^{b_L - b} that is in the writes (written_part)
-    TokenFactors update;   // beta e^{b_L - b}
-    float decay;           // e^{b_L}
+    // the part of beta e^{b_L - b} that is in the writes (written_part)
+    [[no_unique_address]] std::conditional_t<C::kIsWide, TokenFactors, Nothing> written;
+    TokenFactors update;  // beta e^{b_L - b}
+    float decay;          // e^{b_L}
 };
 
 // All of a chunk, behind one barrier, but for P that walkers make: to ask a barrier takes a walker some 30
@@ -66,7 +68,7 @@ template <class C> struct ForwardStage {
 
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
-    typename C::Columns writes[C::kWalkers];  // written U', until it is stored
+    typename C::Columns writes[C::kWalkers];  // U', of a wide K written U', until it is stored
     [[no_unique_address]] std::conditional_t<C::kMakesMatrices, MakerInWalkMemory<C::kStages>, Nothing> maker;
     GateRing gate_ring;
     semaphore arrived[C::kStages];     // all of a chunk, but for P that walkers make

@@ -42,6 +42,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         maps.of_result(writes),
         keep_writes,
         p.a != nullptr,
+        p.states,
     };
     if constexpr (C::kMakerWarpgroups > 0)
         launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, stream,

@@ -48,7 +48,7 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
-        gates.written.write(lane, written_part(x, kept));
+        if constexpr (C::kIsWide) gates.written.write(lane, written_part(x, kept));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(tiles_arrived<C>(smem, slot));

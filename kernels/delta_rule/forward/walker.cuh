@@ -1,6 +1,7 @@
 // A walker of the forward (walk.cuh). X and U' below share an accumulator; S^T is the state. Per chunk:
 //   1. Round S^T to A operands and issue X^T = S^T K^T; scale S^T by its decay meanwhile.
-//   2. Wait for the GEMM of the chunk before, P U', and put its O where V was.
+//   2. Wait for the GEMM of the chunk before, P U', and put its O where V was. Under X leave rounded S^T for
+//      the backward, where it is wanted.
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T in the place of X^T; round beta W^T.
 //   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before. Free its stage, unless
@@ -8,7 +9,7 @@
 //   6. Wait for U' and Q S.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K. Where the walk makes its matrices (chunk_matrices/in_walk.cuh)
 //      issue the scores of the next chunk behind it.
-//   8. Under it leave U', times `written`, rounded, for the backward, where it is wanted. Round beta U'; then
+//   8. Under it leave U', rounded, for the backward, where it is wanted. Round beta U'; then
 //      scale O^T by s e^b and issue O^T += (beta U'^T) P^T.
 //   9. Wait for S and the scores; P U' stays in flight. Make P of the next chunk of the scores, and free the
 //      stage.
@@ -38,7 +39,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     const WalkTask& task = smem.task;
     const int chunks = task.chunks, lane = fresh_laneid();
     // NOTES: recomputed, to save registers
-    auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    auto column = [&] { return task.column + kWalkerColumns * walker + fresh_thread() % 128 / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto stage_of = [&](int chunk) -> ForwardStage<C>& { return smem.stages[Use<C::kStages>(chunk).slot]; };
     auto values_of = [&](int chunk) { return shared_address(&stage_of(chunk).values[walker]) + lane_offset; };
@@ -64,13 +65,23 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         return __uint_as_float(load_anew(shared_address(&stage.gates.decay)));
     };
 
-    // Whether S^T that enters a chunk is to be stored.
-    auto leaves_state = [&](int chunk) {
-        return g.borders && chunk > 0 && is_border(chunk) && task.owns(chunk);
+    // S^T that enters a chunk, rounded, for the backward: 16 bytes of a row at a
+    // time, which a lane collects from its quad.
+    auto keep_state = [&](int chunk) {
+        each<0, 2>([&](int half) {
+            const int lane = fresh_laneid(), row = column() + 8 * half + lane / 4;
+            const int64_t state = (task.batch * g.heads + task.head) * g.slots + task.first_slot + chunk;
+            T* const to = static_cast<T*>(g.states) + (state * g.dim_v + row) * g.dim_k + 8 * (lane % 4);
+            each<0, kStateSteps / 2>([&](int j) {
+                const T2(&low)[4] = read[2 * j].tiles[0][0].data,
+                      (&high)[4] = read[2 * j + 1].tiles[0][0].data;
+                const uint4 columns = transpose_quad(low[half], low[2 + half], high[half], high[2 + half]);
+                if (row < g.dim_v && 32 * j + 8 * (lane % 4) < g.dim_k)
+                    *reinterpret_cast<uint4*>(to + 32 * j) = columns;
+            });
+        });
     };
-    // Whether step 1 leaves S^T as it is: behind the last chunk, and where leave_state has yet to store it.
-    auto scales_late = [&](int chunk) { return chunk == chunks || leaves_state(chunk); };
-
+    auto keeps_state = [&](int chunk) { return g.states && task.owns(chunk); };
     // Steps 1 to 6. follows: there is a chunk before; else S^T is rounded and scaled already.
     auto begin_chunk = [&]<bool follows>(int chunk) {
         ForwardStage<C>& stage = stage_of(chunk);
@@ -82,7 +93,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             // NOTES: where the next steps wait for their turn on the tensor cores; ptxas does it as soon as
             // the factor is there, hence this way and not earlier
             if (follows && k == std::min(3, kStateSteps - 1)) decay = load_decay(stage);
-            if (follows && k == kStateSteps - 1) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
+            if (follows && k == kStateSteps - 1) warp::mul(state, state, chunk == chunks ? 1.f : decay);
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         if constexpr (follows) {  // 2
@@ -94,6 +105,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         });
         // each warp puts it in the place of its own 16 columns of V, which none but it has read
         if constexpr (follows) store_transposed<T>(values_of(chunk - 1), out);
+        if (keeps_state(chunk)) keep_state(chunk);
         forget(out);
         const auto queries = Operand128B::rows(&stage.queries);
         each<0, kStateSteps>([&](int k) {  // 3
@@ -127,29 +139,14 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
     };
-    // U' times factors, to A operands.
-    auto round_writes = [&](const TokenFactors& by) {
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = by.columns(j, lane);
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
-    };
     auto leave_writes = [&](int chunk) {
-        round_writes(stage_of(chunk).gates.written);
+        each<0, 4 * kTokenSteps>([&](int i) {
+            tokens[i / 4].tiles[0][0].data[i % 4] = from_float2<T2>(x.tiles[0][i / 4].data[i % 4]);
+        });
         wait_free(smem.writes_free[walker], chunk & 1);
         store_transposed(shared_address(&smem.writes[walker]) + lane_offset, tokens);
         fence_async_proxy();
         arrive_warp(smem.writes_ready[walker]);
-    };
-    // S that enters a chunk at a border between segments, and the rest of step 1.
-    auto leave_state = [&](int chunk) {
-        store_state_transposed(border_state(g, task, task.first_chunk + chunk), state, 0, column(), g.dim_k,
-                               g.dim_v, g.dim_v);
-        warp::mul(state, state, load_decay(stage_of(chunk)));
-        pin(state);
     };
     // Steps 7 to 9.
     auto end_chunk = [&](int chunk) {
@@ -165,7 +162,13 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         });
         if constexpr (C::kMakesMatrices) scores.issue(smem, walker, chunk + 1);
         if (g.keep_writes) leave_writes(chunk);  // 8
-        round_writes(stage.gates.beta);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = stage.gates.beta.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
         each<0, kTokenSteps>([&](int j) {
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
@@ -202,7 +205,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         pin(state);
         begin_chunk.template operator()<false>(0);
         for (int chunk = 0; chunk < chunks; chunk++) {
-            if (leaves_state(chunk)) leave_state(chunk);
             end_chunk(chunk);
             begin_chunk.template operator()<true>(chunk + 1);
         }

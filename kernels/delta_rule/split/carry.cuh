@@ -17,7 +17,6 @@ struct CarryGlobals {
     float* carried;
     const int* leads;
     const float* maps;
-    float* borders;
     int heads, seq, dim_k, dim_v;
     bool backward;
 };
@@ -56,15 +55,6 @@ __global__ __launch_bounds__(32 * kCarryWarps,
             return reinterpret_cast<float4*>(
                 states + (static_cast<int64_t>(slot) * g.heads + head) * state_size + place);
         };
-        const int per_segment = g.cut.segment_chunks / kSegmentChunks;
-        constexpr int kBorderTokens = kSegmentChunks * kChunk;
-        const int first_border = g.cut.offsets ? sequence_start(g.cut, g.seq, own.sequence) / kBorderTokens
-                                               : own.sequence * ((g.seq - 1) / kBorderTokens);
-        // of the sequence's n-th boundary
-        auto hand_over = [&](int n, const float4& x) {
-            entering.units[half][warp % 4][lane] = x;
-            if (g.borders && inside) *state_at(g.borders, first_border + (n + 1) * per_segment - 1) = x;
-        };
 
         // L of a boundary, from this lane's four columns of the warp's first row on
         const bool reads = 16 * warp < g.dim_k && 4 * lane < g.dim_k;
@@ -80,7 +70,7 @@ __global__ __launch_bounds__(32 * kCarryWarps,
 #pragma unroll
         for (int y = 0; y < 16; y++)
             map[y] = reads && count > 1 ? *reinterpret_cast<const float4*>(rows + y * g.dim_k) : zeros;
-        hand_over(n, inside ? *state_at(g.carried, own.first_slot + n) : zeros);
+        entering.units[half][warp % 4][lane] = inside ? *state_at(g.carried, own.first_slot + n) : zeros;
         __syncthreads();
 #pragma unroll 1
         for (int left = count - 1; left > 0; left--) {
@@ -107,7 +97,7 @@ __global__ __launch_bounds__(32 * kCarryWarps,
             for (int other = 0; other < kCarryWarps; other++)
                 add_scaled(x, 1.f, sums[other].units[half][warp % 4][lane]);
             if (inside) *at = x;
-            hand_over(n, x);
+            entering.units[half][warp % 4][lane] = x;
             __syncthreads();
         }
     }

@@ -31,8 +31,7 @@ template <class T, int kDimK> void launch_maps(const DeltaMapsParams& p, cudaStr
 inline void launch_carry(const DeltaCarryParams& p, cudaStream_t stream) {
     const DeltaShape& s = p.shape;
     const DeviceGuard guard(s.device, "delta_carry");
-    const CarryGlobals g{s.cut,   p.carried, p.leads, p.maps,  p.borders,
-                         s.heads, s.seq,     s.dim_k, s.dim_v, p.backward};
+    const CarryGlobals g{s.cut, p.carried, p.leads, p.maps, s.heads, s.seq, s.dim_k, s.dim_v, p.backward};
     const std::int64_t ctas =
         static_cast<std::int64_t>(carrying_ctas(s.cut)) * s.heads * (s.dim_v / kCarryColumns);
     launch<delta_carry_kernel>(g, grid_of(ctas, 1, "delta_carry"), 32 * kCarryWarps, s.device, stream,

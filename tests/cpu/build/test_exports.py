@@ -15,6 +15,8 @@ OTHERS = {
     "ANCHOR_CHUNKS": 4,
     "DELTA_ANCHOR_CHUNKS": 2,
     "SEGMENT_CHUNKS": 32,
+    "DELTA_SLICE_COLUMNS": 64,
+    "DELTA_DECAY_CHUNKS": 4,
     "GRADIENTS": {"dq": 1, "dk": 0, "dv": 2},
     "DTYPES": {"float32": 0, "bfloat16": 2, "float16": 1},
     "ADDRESS_BITS": 32,

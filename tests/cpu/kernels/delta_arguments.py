@@ -3,6 +3,7 @@ cuts, its chunks, and the matrices of a chunk by their definitions."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
+from tfla_tk.core.layout import ADDRESS_BITS, DELTA_SLICE_COLUMNS, DTYPES
 
 from .addresses import CHUNK, sequences_of, tensor_at
 
-STATES_SLICE = 128  # of V in the walks over the states, and in the mirror's right parts of dk
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 GATES = ("g", "beta")
 # of the modules' functions, as delta_rule/bindings and scalar_gate/bindings/backward.cpp name them
@@ -23,16 +23,20 @@ ARGUMENTS = {
     "leads": ("shape", "bounds", "leads", "longest", "both"),
     "forward": (
         *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "carried", "leads", "borders", "scale"),
+        *("initial", "last", "carried", "leads", "borders", "states", "scale"),
         *("walkers", "makers", "makes_matrices"),
     ),
     "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "leads", "maps"),
-    "carry": ("shape", "carried", "leads", "maps", "borders", "backward"),
+    "carry": ("shape", "carried", "leads", "maps", "backward"),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "carried", "leads", "borders", "scale", "walkers"),
-        *("states_alone", "right_dk", "right_sums"),
+        *("strengths", "d_last", "d_initial", "carried", "leads", "borders", "scale", "walkers"),
     ),
+    "gradients": (
+        *("shape", "q", "k", "dout", "writes", "dq", "dk", "dv", *GATES, "a", "states"),
+        *("d_last", "d_initial", "carried", "leads", "strengths", "token_sums", "flows", "scale"),
+    ),
+    "decay": ("shape", "slots", "g", "dg", "token_sums", "flows"),
     "inputs": (
         *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
         *("strength", "log_decay", "twice"),
@@ -41,11 +45,11 @@ ARGUMENTS = {
         *("shape", "q", "k", "dq", "dk", "beta", "g", "a_log", "dt_bias"),
         *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
     ),
-    "combine": ("shape", "dq_parts", "dk_parts", "dq", "dk"),
+    "combine": ("shape", "dq_parts", "dk_parts", "dq", "dk", "of_floats"),
     "strength": ("shape", "sums", "parts", "dbeta"),
     "left": (
-        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", "right", *GATES),
-        *("entering", "leaving", "borders", "sums", "written", "low", "scale", "walkers", "shared"),
+        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
+        *("entering", "leaving", "borders", "sums", "written", "low", "scale", "shared"),
     ),
     "mlstm_bwd_gates": (
         *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
@@ -82,12 +86,14 @@ class Arguments:
         self.regions.add((at, at + elements * dtype.itemsize))
         return found
 
-    def operand(self, x: tuple[int, ...], dim: int, heads: int | None = None) -> Tensor:
-        """[B, T, H, D]."""
+    def operand(
+        self, x: tuple[int, ...], dim: int, heads: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """[B, T, H, D], of the call's dtype or another."""
         at, batch, head, row = x
         heads = self.heads if heads is None else heads
         strides = (batch if self.batch > 1 else 0, row, head if heads > 1 else 0, 1)
-        return self.tensor(at, self.dtype, (self.batch, self.seq, heads, dim), *strides)
+        return self.tensor(at, dtype or self.dtype, (self.batch, self.seq, heads, dim), *strides)
 
     def keys(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV, K] of a tensor whose heads are shared."""
@@ -97,16 +103,35 @@ class Arguments:
         """[B, T, H, K] of a tensor whose heads are shared."""
         return self.operand(x, self.dim_k, self.heads // self.group)
 
+    @functools.cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, g, beta of every head of v."""
+        of = self.of
+        return self.keys(of.q), self.keys(of.k), self.gate(of.g), self.gate(of.beta)
+
+    @functools.cached_property
+    def dout(self) -> Tensor:
+        return self.operand(self.of.dout, self.dim_v).float()
+
+    @property
+    def is_wide(self) -> bool:
+        return self.dim_k > 128
+
     @property
     def slices(self) -> int:
-        """Of V in the walks over the states."""
-        return -(-self.dim_v // STATES_SLICE)
+        """Of V in the walks for dq and dk."""
+        return -(-self.dim_v // DELTA_SLICE_COLUMNS)
 
-    def right_parts(self, x: tuple[int, ...]) -> Tensor | None:
-        """[B, T, HV, slices, K] of the mirror's right parts of dk; None without an address."""
-        if x[0] == 0:
-            return None
-        return self.operand(x, self.dim_k, self.heads * self.slices).unflatten(2, (self.heads, -1))
+    def parts(self, x: tuple[int, ...]) -> Tensor:
+        """[B, T, HV, slices, K]; fp32 of several slices."""
+        dtype = torch.float32 if self.slices > 1 else self.dtype
+        heads = self.heads * self.slices
+        return self.operand(x, self.dim_k, heads, dtype).unflatten(2, (self.heads, -1))
+
+    def kept_states(self, at: int) -> Tensor:
+        """[B, HV, slots, V, K] of the states that enter chunks."""
+        size = (self.batch, self.heads, self.slots, self.dim_v, self.dim_k)
+        return self.tensor(at, self.dtype, size)
 
     def gate(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV]; zeros without an address."""
@@ -180,6 +205,10 @@ class Piece(NamedTuple):
     def begun(self) -> int:
         """Tokens of the sequence before it."""
         return self.tokens.start - self.start
+
+    def slot_of(self, x: Arguments, token: int) -> int:
+        """Of a chunk that begins with the token."""
+        return (self.start // CHUNK + self.sequence if x.cut[0] else 0) + (token - self.start) // CHUNK
 
     @property
     def place(self) -> int:

@@ -231,7 +231,3 @@ class BeforeWalks(Kernels):
             if not (piece.is_last if backward else piece.number == 1):
                 before = slot + 1 if backward else slot - 1
                 carried[slot, heads] += maps[slot + backward, heads].mT @ carried[before, heads]
-            first, count = self.slots(x, piece.sequence, piece.start)
-            borders = x.states(x.of.borders, count)
-            if borders is not None:
-                borders[first + piece.begun // self.segment - 1, heads] = carried[slot, heads]

@@ -13,22 +13,23 @@ from torch import Tensor
 
 from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch
-from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS
+from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_SLICE_COLUMNS
 from tfla_tk.core.memo import Memo
 
 from .addresses import CHUNK, bounds_at, chunk_slots
 from .delta_arguments import (
     ARGUMENTS,
     OF_CODE,
-    STATES_SLICE,
     Arguments,
+    Piece,
+    chunks_of,
     pieces_of,
     sequences_in,
 )
 from .delta_before_walks import BeforeWalks, HeadsOfLead
 from .stand_in import launch_instead
 
-WARP, WALKER = 16, 64  # columns that a warp's sums are over, and those that the mirror's producer adds up
+WARP, WALKER = 16, 64  # columns that a warp's sums are over, and those of a walker
 ANCHOR_BYTES = 1000
 LOW_BYTES = WALKER * CHUNK  # of a walker's result in a chunk, one of each number
 
@@ -45,19 +46,17 @@ class SumsOfWalk:
     Args:
         sums: whole, inter, anchors, and flows where the launch has a place for them.
         is_first: the walk leaves the states at anchors. The other one looks at them and leaves the flows.
-        columns: of K, of a part of the sums.
     """
 
     FILL = 7  # of what is not computed
 
-    def __init__(self, x: Arguments, sums: tuple[int, ...], *, is_first: bool, columns: int = WARP) -> None:
-        self._columns = columns
+    def __init__(self, x: Arguments, sums: tuple[int, ...], *, is_first: bool) -> None:
         self._whole: Tensor | None = None
         assert all(sums) or not any(sums)
         if not any(sums):
             return
         whole, inter, at_anchors, *others = sums
-        heads = x.slices * -(-x.dim_k // columns), x.batch, x.heads
+        heads = x.slices * -(-x.dim_k // WARP), x.batch, x.heads
         self._whole = x.floats(whole, *heads, x.seq).zero_()
         x.floats(inter, *heads, x.slots, 2).fill_(torch.nan)
         anchors = x.tensor(at_anchors, torch.uint8, (ANCHOR_BYTES,))
@@ -69,11 +68,11 @@ class SumsOfWalk:
         after = x.floats(others[0], *size).fill_(self.FILL)
         x.floats(others[0] + after.numel() * after.itemsize, *size).fill_(self.FILL)
 
-    def add(self, row: int, t: int, products: Tensor, heads: Tensor | slice = slice(None)) -> None:
+    def add(self, row: int, t: int, products: Tensor) -> None:
         """The products [heads, K] of a token."""
         if self._whole is not None:
-            for part, columns in enumerate(products.split(self._columns, -1)):
-                self._whole[part, row, heads, t] = columns.sum(-1)
+            for part, columns in enumerate(products.split(WARP, -1)):
+                self._whole[part, row, :, t] = columns.sum(-1)
 
 
 class Kernel(BeforeWalks):
@@ -81,7 +80,6 @@ class Kernel(BeforeWalks):
 
     Attributes:
         begun: where the walks over the states began: walk, sequence, first token of the segment.
-        entered: the states that they began with.
         anchor_shapes: what the size of the anchors was asked for.
         regions: prepared addresses of all that launches have looked at, each with the address behind it.
     """
@@ -92,7 +90,6 @@ class Kernel(BeforeWalks):
     def __init__(self, segment: int) -> None:
         super().__init__(segment)
         self.begun: list[tuple[str, int, int]] = []
-        self.entered: list[Tensor] = []
         self.anchor_shapes: list[tuple[int, ...]] = []
         self.regions: set[tuple[int, int]] = set()
 
@@ -102,11 +99,11 @@ class Kernel(BeforeWalks):
         return ANCHOR_BYTES
 
     def written_bytes(self, shape: tuple[int, ...], shared: int) -> int:
-        slices, segments, heads = -(-shape[9] // STATES_SLICE), shape[3], shape[6]
+        slices, segments, heads = -(-shape[9] // DELTA_SLICE_COLUMNS), shape[3], shape[6]
         return 4 * (1 + segments * heads * slices * 2) if slices * shared > 1 else 0
 
     def low_bytes(self, shape: tuple[int, ...], shared: int) -> int:
-        slices, (batch, heads, seq, dim_k) = -(-shape[9] // STATES_SLICE), shape[5:9]
+        slices, (batch, heads, seq, dim_k) = -(-shape[9] // DELTA_SLICE_COLUMNS), shape[5:9]
         if slices == 1:
             return 0
         results = 1 if slices * shared == 2 else 2
@@ -190,6 +187,9 @@ class Kernel(BeforeWalks):
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
         writes = x.operand(x.of.writes, x.dim_v) if x.of.writes[0] else None
+        assert (x.of.states != 0) == (writes is not None and not x.is_wide)
+        assert x.is_wide or not x.of.borders
+        kept = x.kept_states(x.of.states) if x.of.states else None
         initial, last = x.states(x.of.initial, x.cut[2]), x.states(x.of.last, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
         leads = self.leads_of(x, behind=False)
@@ -208,6 +208,8 @@ class Kernel(BeforeWalks):
                     own, is_first = t - piece.start, t == piece.tokens.start - lead
                     if borders is not None and t in piece.tokens and own % self.segment == 0 and not is_first:
                         borders[first + own // self.segment - 1, heads] = state
+                    if kept is not None and t in piece.tokens and own % CHUNK == 0:
+                        kept[row, heads, piece.slot_of(x, t)] = state.mT.to(kept.dtype)
                     key = k[row, t, heads]
                     state = state * g[row, t, heads, None, None].exp()
                     write = v[row, t, heads] - torch.einsum("hkv,hk->hv", state, key)
@@ -223,66 +225,150 @@ class Kernel(BeforeWalks):
 
     def compute_mirror(self, x: Arguments) -> None:
         self.check_matrices(x, *x.of.matrices)
+        assert x.of.walkers in ((1, 2) if x.is_wide else (2,))
         assert x.of.matrices[1] != 0 or makes_scores(x)
         self.check_cut(x)
-        q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
-        dout, columns = x.operand(x.of.dout, x.dim_v), WALKER if x.dim_k <= 128 else WARP
-        results = (x.of.writes[0], x.of.dv[0], x.of.dbeta, x.of.d_initial, x.of.borders)
-        if x.of.states_alone:
-            assert not any(results)
-        else:
-            writes, dv = x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
-            dbeta = x.floats(x.of.dbeta, -(-x.dim_v // columns), x.batch, x.heads, x.seq)
-        right = x.right_parts(x.of.right_dk)
-        if right is not None:
-            assert x.of.walkers == 2 and 64 < x.dim_k <= 128 and not x.of.states_alone
-        assert right is not None or not any(x.of.right_sums)
-        sums = SumsOfWalk(x, x.of.right_sums, is_first=True, columns=WALKER)
-        d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
-        carried = x.states(x.of.carried, x.carried)
-        leads, before = self.leads_of(x, behind=True), None
+        if x.is_wide:
+            assert not x.of.carried
+            return self.walk_back(x)
+        assert not any((x.of.writes[0], x.of.dv[0], x.of.strengths, x.of.d_initial, x.of.borders))
+        carried, leads, before = x.states(x.of.carried, x.carried), self.leads_of(x, behind=True), None
+        assert carried is not None and leads is not None
         for piece in pieces_of(x):
             before, previous = piece, before
+            if piece.number > 0:
+                assert previous is not None
+                heads = self.carried_heads(leads, previous)
+                state = self.gradient_behind(x, piece, HeadsOfLead(0, heads), None)
+                for t in reversed(piece.tokens):
+                    *_, state = self.step_back(x, piece.row, t, heads, state)
+                carried[piece.slot + piece.number - 1, heads] = state
+        return None
+
+    def gradient_behind(
+        self, x: Arguments, piece: Piece, of_lead: HeadsOfLead, carried: Tensor | None
+    ) -> Tensor:
+        """That of the state with which a walk back over a segment begins."""
+        d_last = x.states(x.of.d_last, x.cut[2])
+        if of_lead.are_carried:
+            assert carried is not None
+            return carried[piece.slot + piece.number, of_lead.heads]
+        if d_last is not None and piece.tokens.stop + max(of_lead.lead, 0) * CHUNK >= piece.end:
+            return d_last[piece.sequence, of_lead.heads]
+        return torch.zeros(x.heads, x.dim_k, x.dim_v)[of_lead.heads]
+
+    @staticmethod
+    def step_back(x: Arguments, row: int, t: int, heads: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a token: the gradient of the state behind it with what its output adds, dY, and the gradient of
+        the state before it."""
+        q, k, g, beta = x.inputs
+        key, of_o = k[row, t, heads], x.dout[row, t, heads]
+        behind = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t, heads], of_o)
+        dy = torch.einsum("hkv,hk->hv", behind, key)
+        before = behind - torch.einsum("hk,hv->hkv", key, beta[row, t, heads, None] * dy)
+        return behind, dy, before * g[row, t, heads, None, None].exp()
+
+    def walk_back(self, x: Arguments) -> None:
+        """The mirror with a wide K: the gradients of the values."""
+        beta, writes, dv = x.gate(x.of.beta), x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
+        strengths, d_initial = (
+            x.floats(x.of.strengths, -(-x.dim_v // WARP), x.batch, x.heads, x.seq),
+            x.states(x.of.d_initial, x.cut[2]),
+        )
+        for piece in pieces_of(x):
             first, count = self.slots(x, piece.sequence, piece.start)
-            borders, row = x.states(x.of.borders, count), piece.row
-            groups = self.heads_by_lead(leads, piece, behind=True)
-            if x.of.states_alone:
-                if piece.number == 0:
-                    continue
-                assert previous is not None and leads is not None
-                groups = [HeadsOfLead(0, self.carried_heads(leads, previous))]
-            for of_lead in groups:
-                heads, end = of_lead.heads, piece.tokens.stop + max(of_lead.lead, 0) * CHUNK
-                state = torch.zeros(x.heads, x.dim_k, x.dim_v)[heads]
-                if of_lead.are_carried:
-                    assert carried is not None
-                    state = carried[piece.slot + piece.number, heads]
-                elif end >= piece.end and d_last is not None:
-                    state = d_last[piece.sequence, heads]
-                for t in reversed(range(piece.tokens.start, min(end, piece.end))):
-                    key, by, of_o = k[row, t, heads], beta[row, t, heads, None], dout[row, t, heads].float()
-                    state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t, heads], of_o)
-                    du = torch.einsum("hkv,hk->hv", state, key)
-                    if not x.of.states_alone and t in piece.tokens:
-                        dv[row, t, heads] = (by * du).to(dv.dtype)
-                        products = du * writes[row, t, heads]
-                        for part, of_part in enumerate(products.split(columns, -1)):
-                            dbeta[part, row, heads, t] = of_part.sum(-1)
-                    if right is not None and t in piece.tokens:
-                        products = state * (by * writes[row, t, heads])[:, None]
-                        of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
-                        right[row, t, heads] = of_slices.to(right.dtype)
-                        sums.add(row, t, key * of_slices.sum(1), heads)
-                    state = state - torch.einsum("hk,hv->hkv", key, by * du)
-                    state = state * g[row, t, heads, None, None].exp()
-                    own, is_own = t - piece.start, piece.tokens.start < t <= piece.tokens.stop
-                    if borders is not None and is_own and own % self.segment == 0:
-                        borders[first + own // self.segment - 1, heads] = state
-                if x.of.states_alone:
-                    assert carried is not None
-                    carried[piece.slot + piece.number - 1, heads] = state
-                elif d_initial is not None and piece.number == 0:
+            borders, row, every = x.states(x.of.borders, count), piece.row, slice(None)
+            state = self.gradient_behind(x, piece, HeadsOfLead(0, every), None)
+            for t in reversed(piece.tokens):
+                _, dy, state = self.step_back(x, row, t, every, state)
+                dv[row, t] = (beta[row, t, :, None] * dy).to(dv.dtype)
+                self.leave_strengths(strengths[:, row, :, t], dy * writes[row, t])
+                own = t - piece.start
+                if borders is not None and own > 0 and own % self.segment == 0:
+                    borders[first + own // self.segment - 1] = state
+            if d_initial is not None:
+                d_initial[piece.sequence] = state
+
+    @staticmethod
+    def leave_strengths(to: Tensor, products: Tensor, heads: Any = slice(None)) -> None:
+        for part, of_part in enumerate(products.split(WARP, -1)):
+            to[part, heads] = of_part.sum(-1)
+
+    def compute_gradients(self, x: Arguments) -> None:
+        """dq, dk and dv in one walk."""
+        assert not x.is_wide
+        self.check_matrices(x, x.of.a)
+        self.check_cut(x)
+        carried, leads = x.states(x.of.carried, x.carried), self.leads_of(x, behind=True)
+        d_initial = x.states(x.of.d_initial, x.cut[2])
+        for piece in pieces_of(x):
+            for of_lead in self.heads_by_lead(leads, piece, behind=True):
+                heads, row = of_lead.heads, piece.row
+                state = self.gradient_behind(x, piece, of_lead, carried)
+                end = min(piece.tokens.stop + max(of_lead.lead, 0) * CHUNK, piece.end)
+                for t in reversed(range(piece.tokens.stop, end)):
+                    *_, state = self.step_back(x, row, t, heads, state)
+                for first in reversed(range(piece.tokens.start, piece.tokens.stop, CHUNK)):
+                    chunk = range(first, min(first + CHUNK, piece.tokens.stop))
+                    state = self.walk_chunk_back(x, row, chunk, piece.slot_of(x, first), heads, state)
+                if d_initial is not None and piece.number == 0:
                     d_initial[piece.sequence, heads] = state
+
+    def walk_chunk_back(
+        self, x: Arguments, row: int, chunk: range, slot: int, heads: Any, gradient: Tensor
+    ) -> Tensor:
+        """From the gradient of the state behind a chunk to that of the state before it."""
+        q, k, g, beta = x.inputs
+        writes, dv = (x.operand(y, x.dim_v) for y in (x.of.writes, x.of.dv))
+        dq, dk = x.parts(x.of.dq), x.parts(x.of.dk)
+        strengths = x.floats(x.of.strengths, -(-x.dim_v // WARP), x.batch, x.heads, x.seq)
+        assert bool(x.of.token_sums) == bool(x.of.flows)
+        sums = x.floats(x.of.token_sums, 3, x.slices, x.batch, x.heads, x.seq) if x.of.flows else None
+        state = x.kept_states(x.of.states)[row, heads, slot].float().mT
+        kept = (
+            g[row, chunk.start : chunk.stop, heads].flip(0).cumsum(0).flip(0).exp()
+        )  # over later tokens, too
+        if x.of.flows:
+            flows = x.floats(x.of.flows, x.slices, x.batch, x.heads, x.slots)
+            flow = kept[0, :, None, None] * state * gradient
+            flows[:, row, heads, slot] = torch.stack(
+                [y.sum((1, 2)) for y in flow.split(DELTA_SLICE_COLUMNS, -1)]
+            )
+        states, behind_chunk = [], gradient  # before each token with its decay, and behind it
+        for t in chunk:
+            before = state * g[row, t, heads, None, None].exp()
+            u = beta[row, t, heads, None] * writes[row, t, heads]
+            state = before + torch.einsum("hk,hv->hkv", k[row, t, heads], u)
+            states.append((before, state))
+
+        def of_slices(states: Tensor, values: Tensor) -> Tensor:
+            """[H, slices, K] of the products."""
+            parts = (states * values[:, None]).split(DELTA_SLICE_COLUMNS, -1)
+            return torch.stack([part.sum(-1) for part in parts], 1)
+
+        for t, (before, behind) in zip(reversed(chunk), reversed(states), strict=True):
+            of_behind, dy, gradient = self.step_back(x, row, t, heads, gradient)
+            u, by = writes[row, t, heads].float(), beta[row, t, heads, None]
+            dv[row, t, heads] = (by * dy).to(dv.dtype)
+            self.leave_strengths(strengths[:, row, :, t], dy * u, heads)
+            of_q = x.of.scale * of_slices(behind, x.dout[row, t, heads])
+            left, right = -of_slices(before, by * dy), of_slices(of_behind, by * u)
+            dq[row, t, heads], dk[row, t, heads] = of_q.to(dq.dtype), (left + right).to(dk.dtype)
+            if sums is not None:
+                later = kept[t - chunk.start] / g[row, t, heads].exp()
+                through = later[:, None, None] * of_slices(behind_chunk, by * u)
+                for which, (factor, products) in enumerate(((q, of_q), (k, left - right), (k, through))):
+                    sums[which, :, row, heads, t] = (factor[row, t, heads, None] * products).sum(-1).mT
+        return gradient
+
+    def compute_decay(self, x: Arguments) -> None:
+        assert x.of.slots == x.slots and x.cut[4] == DELTA_DECAY_CHUNKS
+        of_q, of_k, through = x.floats(x.of.token_sums, 3, x.slices, x.batch, x.heads, x.seq).sum(1)
+        flows, dg = x.floats(x.of.flows, x.slices, x.batch, x.heads, x.slots).sum(0), x.written_gate(x.of.dg)
+        for row, tokens, slot in chunks_of(x):
+            own = (of_q + of_k)[row, :, tokens].flip(-1).cumsum(-1).flip(-1)
+            flow = flows[row, :, slot] + through[row, :, tokens].sum(-1)
+            dg[row, tokens] = (flow[:, None] + own).mT.to(dg.dtype)
 
     def segments(self, x: Arguments, forward: bool) -> Any:
         """Of a walk over the states: row of the batch, sequence, tokens, the state that the segment begins
@@ -303,7 +389,6 @@ class Kernel(BeforeWalks):
                     assert borders is not None
                     state = borders[first + (index - 1 if forward else index)]
                 self.begun.append((x.of.name, number, tokens.start - start))
-                self.entered.append(state.clone())
                 yield row, number, tokens, state.clone(), index == (len(pieces) - 1 if forward else 0)
 
     def compute_left(self, x: Arguments) -> None:
@@ -318,17 +403,16 @@ class Kernel(BeforeWalks):
         shared = x.of.shared
         assert x.group % shared == 0
         dq, left, dk = (x.operand(y, x.dim_k, x.heads // shared) for y in (x.of.dq, x.of.left, x.of.dk))
-        right, turns = x.right_parts(x.of.right), x.slices * shared
-        assert right is None or (forward and x.dim_v > 64)  # else the kernels refuse
-        if turns > 1:
+        assert x.is_wide
+        if x.slices * shared > 1:
             x.tensor(x.of.written, torch.int32, (1 + x.cut[3] * x.heads * x.slices * 2,)).zero_()
         else:
             assert x.of.written == 0
-        low = self.low_bytes(x.of.shape, shared) if right is None else 0
+        low = self.low_bytes(x.of.shape, shared)
         assert bool(x.of.low) == bool(low)
         if low:
             x.tensor(x.of.low, torch.uint8, (low,)).fill_(SumsOfWalk.FILL)
-        sums = SumsOfWalk(x, x.of.sums, is_first=forward and right is None)
+        sums = SumsOfWalk(x, x.of.sums, is_first=forward)
         leaving = x.states(x.of.leaving, x.cut[2])
 
         def of_heads(parts: Tensor) -> Tensor:
@@ -343,8 +427,6 @@ class Kernel(BeforeWalks):
                     state = state + torch.einsum("hk,hv->hkv", k[row, t], u)
                     of_q = x.of.scale * torch.einsum("hkv,hv->hk", state, dout[row, t])
                     sums.add(row, t, q[row, t] * of_q + k[row, t] * of_k)
-                    if right is not None:
-                        of_k = of_k + right[row, t].float().sum(1)
                     dq[row, t], left[row, t] = of_heads(of_q), of_heads(of_k)
                 else:
                     state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t])
@@ -357,7 +439,8 @@ class Kernel(BeforeWalks):
 
     def compute_combine(self, x: Arguments) -> None:
         for of_parts, whole in ((x.of.dq_parts, x.of.dq), (x.of.dk_parts, x.of.dk)):
-            parts = x.operand(of_parts, x.dim_k).unflatten(2, (-1, x.group))
+            dtype = torch.float32 if x.of.of_floats else x.dtype
+            parts = x.operand(of_parts, x.dim_k, dtype=dtype).unflatten(2, (-1, x.group))
             x.operand(whole, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
 
     def compute_strength(self, x: Arguments) -> None:

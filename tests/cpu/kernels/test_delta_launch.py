@@ -140,19 +140,24 @@ def test_tensors_and_sizes(
     core = draw(group=group, gate=gate, packed=packed, state=state)
     check(core)
     check(core, keep=False)
-    # packed chunks have other slots
-    assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
-    assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
-    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, "strength"]
+    backward = ["gradients", *["combine"] * (group > 1), *["decay"] * gate, "strength"]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
+
+
+@pytest.mark.parametrize(("dim_v", "group"), [(128, 1), (136, 1), (272, 1), (144, 2)])
+def test_parts_of_slices_are_fp32(dim_v: int, group: int, kernel: Kernel) -> None:
+    """Of V, of which a CTA has 128 columns."""
+    check(draw((80, dim_v), group=group, tokens=70))
+    combined = [x for x in kernel.launches if x.name == "combine"]
+    assert len(combined) == (dim_v > 128) and all(x.of_floats for x in combined)
 
 
 @pytest.mark.parametrize("group", [2, 4, 5, 8])
 def test_heads_of_a_group_add_up_their_results(group: int, kernel: Kernel) -> None:
     """In the walks over the states, or, of many heads, parts that another launch adds up."""
-    core = draw((16, 16), group=group, tokens=70)
+    core = draw((144, 16), group=group, tokens=70)
     check(core)
     walks = {x.shared for x in kernel.launches if x.name in ("left", "right")}
     assert len(walks) == 1 and group % (shared := walks.pop()) == 0
@@ -172,13 +177,13 @@ def test_split_sequences(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """States at the borders between segments are carried; those within a segment the walks leave."""
+    """States at the borders between segments are carried."""
     split_into(monkeypatch, chunks)
     core = draw((48, dim_v), group=group, packed=packed, state=state, tokens=200)
     check(core)
     names = [x.name for x in kernel.launches]
     forward = ["matrices", "leads", "maps", "carry", "forward"]
-    assert names[:8] == [*forward, "mirror", "carry", "mirror"]
+    assert names[:8] == [*forward, "mirror", "carry", "gradients"]
     kernel.launches.clear()
     launch.forward(core, output_final_state=True, keep=False)
     assert [x.name for x in kernel.launches] == forward
@@ -191,7 +196,7 @@ def test_calls_for_a_backward_alone_are_split(kernel: Kernel, monkeypatch: pytes
     core = draw(tokens=200)
     check(core)
     check(core, keep=False)
-    forward, backward = ["leads", "maps", "carry", "forward"], ["mirror", "carry", "mirror", "left", "right"]
+    forward, backward = ["leads", "maps", "carry", "forward"], ["mirror", "carry", "gradients"]
     of_split = [*forward, *backward]
     names = [x.name for x in kernel.launches if x.name in of_split]
     assert names == [*of_split, "forward", *of_split]
@@ -221,9 +226,13 @@ def test_which_calls_are_split(packed: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dims", [(48, 320), (192, 64), (256, 144)], ids=str)
-def test_large_head_dims(dims: tuple[int, int], group: int, kernel: Kernel) -> None:
-    """Several slices of V in the walks over the states, and more columns of K than makers serve."""
-    check(draw(dims, group=group, tokens=70))
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_large_head_dims(dims: tuple[int, int], packed: bool, group: int, kernel: Kernel) -> None:
+    """Several slices of V, and more columns of K than makers and the one walk serve."""
+    check(draw(dims, group=group, packed=packed, tokens=70))
+    # packed chunks have other slots
+    assert all((of[0] != 0) == packed for of in kernel.anchor_shapes)
+    assert bool(kernel.anchor_shapes) == (dims[0] > 128)
     walks = [x for x in kernel.launches if x.name == "forward"]
     assert walks and (dims[0] <= 128 or not any(x.makers for x in walks))
 
@@ -346,11 +355,11 @@ def test_raw_inputs_are_prepared_once_for_each_kind(kernel: Kernel) -> None:
 
 
 def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:
-    check(draw())
+    check(draw((144, 48)))
     starts = [(sequence, at) for sequence in range(B) for at in (0, 64, 128)]
     assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
     kernel.begun.clear()
-    check(draw(packed=True))
+    check(draw((144, 48), packed=True))
     starts = [(0, 0), (0, 64), (2, 0), (3, 0), (3, 64), (3, 128), (4, 0)]
     assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
 
@@ -471,13 +480,15 @@ def test_gradients_lie_like_the_gates(dtype: torch.dtype, kernel: Kernel) -> Non
         assert x is not None and (x.dtype, x.stride()) == (dtype, y.stride())
 
 
-def test_states_at_borders_are_left_for_training_alone(kernel: Kernel) -> None:
-    launch.forward(draw(), output_final_state=True, keep=False)
-    assert kernel.launches[-1].borders == 0
-    _, _, kept = launch.forward(draw(tokens=CHUNK), output_final_state=True, keep=True)  # one segment
-    assert kernel.launches[-1].borders == 0
-    assert kept is not None
-    check(draw(tokens=CHUNK))
+@pytest.mark.parametrize("dim_k", [64, 144])
+def test_states_are_left_for_training_alone(dim_k: int, kernel: Kernel) -> None:
+    """Of every chunk, with a wide K at the borders between segments."""
+    core = draw((dim_k, 48))
+    for keep in (False, True):
+        launch.forward(core, output_final_state=True, keep=keep)
+        walk = kernel.launches[-1]
+        assert (bool(walk.states), bool(walk.borders)) == (keep and dim_k == 64, keep and dim_k == 144)
+    check(draw((dim_k, 48), tokens=CHUNK))  # one segment
 
 
 def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:

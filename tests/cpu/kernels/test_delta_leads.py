@@ -61,13 +61,12 @@ def decaying(log_decay: float | Tensor, **options: Any) -> DeltaRuleCore:
 
 
 def run(core: DeltaRuleCore, kernel: Kernel, *, needs_gates: bool = True) -> Results:
-    """All results of both directions, and with what states at borders the walks over the states begin."""
-    kernel.entered.clear()
+    """All results of both directions."""
     o, last, kept = launch.forward(core, output_final_state=True, keep=True)
     assert last is not None
     gradients = launch.backward(core, kept, *cotangents(o, last), needs_gates=needs_gates)
     found = {name: x for name, x in zip(RESULTS, gradients, strict=True) if x is not None}
-    return found | {"o": o, "last": last, "borders": torch.stack(kernel.entered)}
+    return found | {"o": o, "last": last}
 
 
 def difference(found: Tensor, truth: Tensor) -> float:
@@ -343,7 +342,7 @@ def test_the_launches_of_a_split_share_them(kernel: Kernel, split: Split) -> Non
     split(1)
     run(decaying(NEAR), kernel)
     names = [x.name for x in kernel.launches]
-    forward, backward = ["matrices", "leads", "maps", "carry", "forward"], ["mirror", "carry", "mirror"]
+    forward, backward = ["matrices", "leads", "maps", "carry", "forward"], ["mirror", "carry", "gradients"]
     assert names[:8] == forward + backward
     matrices, leads = kernel.launches[:2]
     assert matrices.bounds == leads.bounds != 0 and leads.longest == 1 and leads.both

@@ -27,7 +27,8 @@ def shape_of(sequences: int, seq: int, *, packed: bool = False, heads: int = 16,
 def test_borders_are_anchors() -> None:
     segment_tokens = SEGMENT_CHUNKS * CHUNK
     assert SEGMENT_CHUNKS % DELTA_ANCHOR_CHUNKS == 0
-    assert [shape_of(1, segment_tokens + more).borders for more in (0, 1)] == [0, 1]
+    assert [shape_of(1, segment_tokens + more, dim=256).borders for more in (0, 1)] == [0, 1]
+    assert shape_of(1, segment_tokens + 1).borders == 0
 
 
 @pytest.mark.parametrize("seq", [1, 64, 1023, 1024, 1025, 2048, 5000, 8192, 100_000])
@@ -40,7 +41,7 @@ def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
     chunks = -(-seq // CHUNK)
     expected = [range(at, min(at + SEGMENT_CHUNKS, chunks)) for at in range(0, chunks, SEGMENT_CHUNKS)]
     for batch, heads in itertools.product((1, 2, 300), (1, 16, 64)):
-        shape = shape_of(batch, seq, heads=heads)
+        shape = shape_of(batch, seq, heads=heads, dim=256)
         assert pieces(shape.with_offsets(0, shape.cut)[:5], seq) == [expected]
         assert shape.cut.segments == batch * len(expected)
         assert shape.borders == batch * (len(expected) - 1)
@@ -50,7 +51,7 @@ def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
         place = generator.randrange(count)
         lengths[place] = seq
         offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-        shape = shape_of(count, sum(lengths), packed=True)
+        shape = shape_of(count, sum(lengths), packed=True, dim=256)
         found = sequences_of(shape.with_offsets(offsets.data_ptr(), shape.cut)[:5], 1, shape.seq)
         assert found[place].segments == expected
         slots = [
@@ -60,25 +61,17 @@ def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
 
 
 def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two per CTA of the walks over the states where segments and heads fill the GPU, else one."""
+    """Two per CTA where heads fill the GPU, else one."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(Shape, "split", None)
-    of_states = {
-        shape: shape_of(shape[0], shape[1], heads=shape[2]).states_walkers
-        for shape in ((1, 8192, 32), (8, 8192, 16), (1, 8192, 16), (1, 2048, 16), (1, 32768, 16))
-    }
-    assert list(of_states.values()) == [2, 2, 2, 1, 2]
-    assert shape_of(8, 8192, dim=64).states_walkers == 1
     assert [shape_of(n, 8192).walkers for n in (1, 8)] == [1, 2]
     wide = shape_of(4, 4096, heads=6)._replace(dim_k=256, dim_v=512)
-    assert (wide.walkers, wide.states_walkers, wide.makers) == (2, 2, 0)
+    assert (wide.walkers, wide.makers) == (2, 0)
     assert shape_of(1, 8192)._replace(dim_k=144).makers == 0 < shape_of(1, 8192).makers
     for count in (1, 8):
         fixed = shape_of(count, 1000)._replace(batch_invariant=True)
-        assert (fixed.walkers, fixed.states_walkers) == (2, 2)
-        fixed_wide = fixed._replace(dim_k=256, dim_v=512)
-        assert (fixed_wide.walkers, fixed_wide.states_walkers) == (2, 2)
-        assert fixed._replace(dim_k=64, dim_v=64).states_walkers == 1
+        assert fixed.walkers == fixed._replace(dim_k=256, dim_v=512).walkers == 2
+        assert fixed._replace(dim_k=64, dim_v=64).walkers == 1
 
 
 def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +178,7 @@ def test_what_a_split_is_told_of_chunks_has_room(hopper: None) -> None:
         left = call.Left.of(shape, Scratch(1 << ADDRESS_BITS))
         room = Scratch(left.leads)
         room.take(2 * shape.leads_bytes)
-        scratch = Scratch(1 << ADDRESS_BITS)
-        call.Left.of(shape, scratch)
-        assert left.leads + room.bytes == (1 << ADDRESS_BITS) + scratch.bytes
+        assert left.leads + room.bytes == left.states
     whole = shape_of(8, 8192)
     assert whole.split is None and whole.bounds_bytes == whole.leads_bytes == 0
     assert call.Left.of(whole, Scratch(1 << ADDRESS_BITS)).leads == 0
@@ -205,19 +196,17 @@ def test_others_are_left_whole(hopper: None) -> None:
 
 
 def test_a_call_for_a_backward_counts_its_time(hopper: None) -> None:
-    """So it is split where the mirror can make the right part of dk then. None of these is left whole that is
-    split as a forward alone."""
+    """So it is split where the backward gains by it. None of these is left whole that is split as a forward
+    alone."""
     for heads, seq, dim in itertools.product(
         (2, 8, 16, 32, 64), (2048, 8192, 16384, 32768, 65536), (64, 128)
     ):
         alone = shape_of(1, seq, heads=heads, dim=dim)
-        trained = alone._replace(trains=True)
-        assert alone.split is None or trained.split is not None
-        if dim == 64:
-            assert trained.split == alone.split
+        assert alone.split is None or alone._replace(trains=True).split is not None
     more = shape_of(1, 16384, heads=32)
-    assert more.split is None and not more.makes_right
-    assert more._replace(trains=True).split is not None and more._replace(trains=True).makes_right
+    assert more.split is None and more._replace(trains=True).split is not None
+    filling = shape_of(8, 8192)._replace(trains=True)
+    assert filling.split is None
 
 
 def test_without_gates_every_head_is_carried(hopper: None) -> None:
@@ -256,37 +245,6 @@ def test_makers_leave_room_for_packed_walks(hopper: None) -> None:
         assert shape.makers == 0 or shape.makers + walks <= 132
 
 
-def test_when_the_mirror_makes_the_right_part_of_dk(hopper: None) -> None:
-    """Where CTAs of two walkers fill most of the GPU, and a walker has room."""
-    filling = shape_of(8, 8192)
-    assert filling.makes_right and shape_of(64, 65536, packed=True).makes_right
-    assert all(filling._replace(dim_k=dim).makes_right for dim in (80, 96, 112, 128))
-    assert not any(filling._replace(dim_k=dim).makes_right for dim in (16, 64, 144, 256))
-    assert not filling._replace(dim_v=64).makes_right  # no columns for a second walker
-    assert not filling._replace(batch_invariant=True).makes_right
-    few = shape_of(1, 4096)
-    assert few.split is None and not few.makes_right and not few._replace(dim_v=256).makes_right
-    long = shape_of(1, 65536)
-    assert long.split is not None and long.makes_right and long.matrices == 1
-    assert long.split.segments * long.heads <= 132 and long.forward_walkers == 2
-
-
-def test_the_mirror_is_asked_for_no_right_part_that_kernels_refuse(hopper: None) -> None:
-    """These make it with two walkers, where 64 < K <= 128 and V > 64. With more than two slices of V the left
-    walk has no room for it."""
-    sizes = itertools.product((16, 64, 80, 128, 144, 256), (16, 64, 80, 128, 144, 256, 512), (1, 2, 4))
-    for (dim_k, dim_v, group), packed, fixed in itertools.product(sizes, (False, True), (False, True)):
-        is_made = []
-        for heads in (4, 16, 32, 64, 128, 256, 512):
-            shape = shape_of(4, 8192, packed=packed, heads=heads)
-            shape = shape._replace(dim_k=dim_k, dim_v=dim_v, group=group, batch_invariant=fixed)
-            assert not shape.makes_right or shape.mirror_walkers == 2
-            if shape.split is None:  # fewer heads may be split, and so fill the GPU
-                is_made.append(shape.makes_right)
-        assert is_made == sorted(is_made)
-        assert any(is_made) == (64 < dim_k <= 128 and 64 < dim_v <= 256 and not fixed)
-
-
 def makes_matrices(shape: Shape) -> tuple[bool, bool]:
     """Whether the forward's walk makes the matrices, of a call alone and of one for a backward."""
     alone, trained = (shape._replace(trains=x).walk_makes_matrices for x in (False, True))
@@ -299,7 +257,6 @@ def test_when_a_walk_makes_its_matrices(hopper: None) -> None:
     assert makes_matrices(filling) == makes_matrices(shape_of(8, 100)) == (True, True)
     never = {
         "packed sequences may be uneven": shape_of(64, 65536, packed=True),
-        "a second CTA makes the same": filling._replace(dim_v=256),
         "bits may not depend on the call": filling._replace(batch_invariant=True),
         "makers beside the walk": shape_of(4, 8192),
         "few heads": shape_of(1, 2048),
@@ -309,6 +266,7 @@ def test_when_a_walk_makes_its_matrices(hopper: None) -> None:
         "a wide state": filling._replace(dim_k=256),
         "a split": shape_of(1, 65536),
     }
+    assert not filling._replace(dim_v=256).walk_makes_matrices  # a second CTA would make the same
     assert {name: makes_matrices(shape) for name, shape in never.items()} == dict.fromkeys(
         never, (False, False)
     )

@@ -10,7 +10,6 @@ import pytest
 from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
-    DELTA_STATES_TILES,
     DELTA_TILES,
     GLA_STATES_TILES,
     GLA_TILES,
@@ -69,7 +68,6 @@ def test_names_tell_instances_apart() -> None:
     ("tiles", "of_dims"),
     [
         (DELTA_TILES, {16: 64, 64: 64, 80: 128, 128: 128, 144: 256, 256: 256}),
-        (DELTA_STATES_TILES, {16: 64, 64: 64, 80: 128}),
         (GLA_TILES, {16: 64, 64: 64, 80: 128, 128: 128}),
         (GLA_STATES_TILES, {16: 64, 80: 128, 144: 256, 256: 256}),
     ],

@@ -12,17 +12,15 @@ namespace tfla_tk::delta_rule {
 enum class StateWalk { left, right };
 
 // kInPairs: the two CTAs that share results are a cluster (pair.cuh).
-template <class Type, int kTileOfV, int kCount, StateWalk kWhich, bool kInPairs = false> struct StatesConfig {
+template <class Type, StateWalk kWhich, bool kInPairs = false> struct StatesConfig {
     using T = Type;
-    static constexpr int kDimV = kTileOfV, kWalkers = kCount;
+    static constexpr int kDimV = 128, kWalkers = 2;  // of V: a slice
     static constexpr StateWalk kWalk = kWhich;
     static constexpr bool kIsLeft = kWalk == StateWalk::left, kPaired = kInPairs;
     static_assert(kIsLeft || !kPaired);
     static constexpr int kThreads = 128 * (kWalkers + 1);
-    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker
-    // could have 248 always, but then ptxas keeps more addresses than fit.
-    static constexpr int kProducerRegisters = 40;
-    static constexpr int kWalkerRegisters = kWalkers == 1 && kDimV == 64 ? 248 : 232;
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
                   65536 / kThreads / 8 * 8 * (kWalkers + 1));
 
@@ -35,9 +33,8 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich, bool kInPairs 
     struct Sent {
         float4 units[kChunk * kWalkerColumns / 4 / 128][128];
     };
-    // Slices of V that take turns leave sums in 24 bits for each other (turns.cuh). With a smaller tile V is
-    // one slice.
-    static constexpr bool kKeepsLow = kDimV == 128 && !kPaired;
+    static constexpr bool kKeepsLow =
+        !kPaired;  // slices of V that take turns leave sums in 24 bits (turns.cuh)
 };
 
 // Eight bits of each number of a walker's result, those below its upper half, as the walker's threads have
@@ -53,9 +50,9 @@ __host__ __device__ inline int low_columns(int dim_k) {
 
 // Fields as in bindings/params_states.h.
 struct StatesGlobals {
-    TensorMap q, k, writes, dout, dv, left, right;  // boxes of a chunk
-    ResultMaps dq;                                  // of the left walk
-    ResultMaps dk;                                  // of the left walk: the left part, or all of dk
+    TensorMap q, k, writes, dout, dv, left;  // boxes of a chunk
+    ResultMaps dq;                           // of the left walk
+    ResultMaps dk;                           // of the left walk: the left part
     GateWords g, beta;
     Cut cut;
     const float* borders;
@@ -75,19 +72,13 @@ struct StatesGlobals {
     LowBytes* low;  // [results, batch, heads / shared, walkers' columns, slots]; null where none are kept
     int64_t low_of_result;  // of these, per result
     float scale;
-    bool right_made;  // by the mirror: the left walk is the last one
-    int at_once;      // shared results that the GPU serves at once
+    int at_once;  // shared results that the GPU serves at once
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
     __host__ __device__ inline int turns() const { return shared * slices; }
     __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
     __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
-
-// Whether the mirror has made the right part of dk, so that the left walk is the last one.
-template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
-    return C::kIsLeft && C::kDimV == 128 && g.right_made;
-}
 
 // Of a chunk's tokens.
 struct StatesGates {
@@ -109,7 +100,6 @@ __device__ inline bool adds_dropped(const StatesGates& gates) {
 struct StatesTask : Task {
     int value;                      // the first column of V
     int result_head, turn;          // of dq, left and dk; of this CTA among those that share it
-    int right_head;                 // of the right parts of dk
     int first_part;                 // of the sums over K
     int* written;                   // chunks of which this CTA has written the results
     const float* entering;          // the state that the walk begins with, null: zero
@@ -134,9 +124,7 @@ struct StatesTask : Task {
             entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
         float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
         const int turn = task.head % g.shared * g.slices + slice;
-        const int right_head = task.head * g.slices + slice;
-        StatesTask found{
-            task, value, task.head / g.shared, turn, right_head, part, written, entering, leaving, 0, -1};
+        StatesTask found{task, value, task.head / g.shared, turn, part, written, entering, leaving, 0, -1};
         if (g.whole == nullptr) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();
@@ -150,9 +138,8 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    typename C::Columns queries,
-        keys;  // then dq and the left part of dk, or all of it, until they are stored; in a pair `keys` is
-               // what this CTA keeps
+    // then dq and the left part of dk, until they are stored; in a pair `keys` is what this CTA keeps
+    typename C::Columns queries, keys;
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -164,29 +151,18 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// What each walker adds its results to: those of the turn before, or of the other CTA of a pair; the right
-// part of dk that the mirror has made, which it makes with this tile of V alone. Calls with that part keep no
-// low bytes.
-template <class C, bool kHasRight = C::kDimV == 128> struct RightResults {};
-template <class C> struct RightResults<C, true> {
-    union {
-        typename C::Columns right[C::kWalkers];
-        LowBytes low[C::kWalkers][2];  // of dq and of left
-    };
-};
-template <class C, bool kIsLeft = C::kIsLeft, bool kPaired = C::kPaired>
-struct EarlierResults : RightResults<C> {
+// What each walker adds its results to: those of the turn before, or of the other CTA of a pair. In the right
+// walk they are in the stages.
+template <class C, bool kIsLeft = C::kIsLeft, bool kPaired = C::kPaired> struct EarlierResults {
     typename C::Columns dq[C::kWalkers], left[C::kWalkers];
+    LowBytes low[C::kWalkers][2];  // of dq and of left
 };
-template <class C> struct EarlierResults<C, true, true> : RightResults<C> {
+template <class C> struct EarlierResults<C, true, true> {
     typename C::Sent sent[C::kWalkers];  // by the other CTA
 };
-template <class C, bool kKeepsLow = C::kKeepsLow> struct EarlierLowBytes {};
-template <class C> struct EarlierLowBytes<C, true> {
+template <class C> struct EarlierResults<C, false, false> {
     LowBytes low[C::kWalkers][1];
 };
-template <class C>
-struct EarlierResults<C, false, false> : EarlierLowBytes<C> {};  // the results are in the stages
 
 // Barriers of a pair: what the other CTA has sent is there; it has read what this one has sent.
 template <class C> struct PairBarriers {
@@ -204,20 +180,18 @@ template <class C> struct ChunkScores {
 };
 
 template <class C> struct StatesMemory {
-    static constexpr int kEarlier = std::is_empty_v<EarlierResults<C>> ? 0 : sizeof(EarlierResults<C>);
-    // left walk: of dq, of left, and of their low bytes or the right part of dk; right walk: of dk or the
-    // left part, and of low bytes
-    static constexpr int kEarlierArrivals = C::kPaired ? 1 : C::kIsLeft ? 3 : 2;
-    static constexpr bool kHasGateRing = !(C::kIsLeft && C::kDimV == 128 && C::kWalkers == 2);  // no room
-    static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + (kHasGateRing ? sizeof(GateRing) : 0) +
-                                   512;  // 512: barriers, the task
+    // left walk: of dq, of left, and of their low bytes; right walk: of dk or the left part, and of low bytes
+    static constexpr int kEarlierArrivals = C::kIsLeft ? 3 : 2;
+    static constexpr bool kHasGateRing = !C::kIsLeft;  // else no room
+    static constexpr int kOthers = sizeof(ChunkScores<C>) + sizeof(EarlierResults<C>) +
+                                   (kHasGateRing ? sizeof(GateRing) : 0) + 512;  // 512: barriers, the task
     static constexpr int kFitting =
         (MAX_SHARED_MEMORY - kOthers) / (sizeof(StatesStage<C>) + sizeof(StatesGates));
     static constexpr int kStages = std::clamp(kFitting, 2, 4);  // chunks in shared memory
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores;
-    [[no_unique_address]] EarlierResults<C> earlier;
+    EarlierResults<C> earlier;
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results

@@ -1,14 +1,14 @@
-// The gradients of q, k and the log decay, once the mirror walk has left dV (backward/backward.cu).
+// The gradients of q, k and the log decay for K of more than 128, once the mirror walk has left dV
+// (backward/backward.cu).
 //
 // Two kernels:
-//   delta_left   forward in time: dq and the left part of dk; all of dk where the mirror has made the right
-//                part, and then it is the only walk (left.cuh)
+//   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
-// One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
+// One CTA of either owns a (segment, head, slice of V, 128 columns of K):
 //     producer   loads writes, dO, dV, q, k and the results of the turn before (the right walk first the left
-//                part of dk) and the right part of dk that the mirror has made; scans the gates; stores the
-//                results. The CTAs of a pair exchange theirs (pair.cuh)
-//     walkers    one or two, the state or its gradient in registers (walker.cuh)
+//                part of dk); scans the gates; stores the results. The CTAs of a pair exchange theirs
+//                (pair.cuh)
+//     walkers    two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule-backward.md.
 #pragma once
 

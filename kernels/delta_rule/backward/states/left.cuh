@@ -1,13 +1,11 @@
-// A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Where the mirror has
-// made the right part, this walk is the last one and makes dk of both. Per chunk:
-//   1. Round S to A operands. At an anchor leave it; the last walk computes the flow of gradient there. Then
-//      scale S by its decay.
+// A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Per chunk:
+//   1. Round S to A operands; at an anchor leave it. Then scale S by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
 //   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T R^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T E^T.
 //   5. Round rest e^{b_L - b} K^T to A operands and issue S += these times the writes.
-//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before, in the last
-//      walk the right part of dk. Then dq and left in the places of q and k.
+//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
+//      left in the places of q and k.
 //   7. Wait for S; hand the stage over.
 // In a pair of CTAs (pair.cuh) the result that the other CTA keeps comes first in steps 2 to 5. In step 6 it
 // is sent as soon as it is there; what the other CTA has sent is added to the one that stays, which is put in
@@ -25,7 +23,6 @@ namespace tfla_tk::delta_rule {
 
 template <class C> __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem) {
     using W = StatesWalker<C>;
-    constexpr bool kAlone = C::kWalkers == 1;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
     typename W::State state;                   // S
     typename W::Tokens scores, first, second;  // dq and left, in a pair the kept one last
@@ -34,7 +31,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
 
     const StatesTask& task = smem.task;
     // NOTES: recomputed, to save registers
-    auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
+    auto walker = [&] { return fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     auto part = [&] { return task.first_part + column() / 16; };
     auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
@@ -45,23 +42,12 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
-        auto wait_earlier = [&] {
-            wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
-        };
         const bool dq_first = !C::kPaired || task.turn != 0;
         auto values_of = [&](bool dq) -> const auto& { return dq ? stage.dout : stage.dv; };
         auto scores_of = [&](bool dq) -> const auto& { return dq ? tiles.reads : tiles.erasures; };
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
-        if (is_anchor(task, chunk) && column() < g.dim_k) {
-            const int anchor = anchor_part(g, task, chunk, part()), lane = fresh_laneid();
-            uint4* const units = anchor_units<C>(task, anchor, lane);
-            if (has_right<C>(g)) {
-                const float2 flows = anchor_flows<C>(units, state, read);
-                if (lane == 0) task.flows[anchor] = flows.y, task.flows[anchor + g.all_flows] = flows.x;
-            } else {
-                store_anchor<C>(units, read);
-            }
-        }
+        if (is_anchor(task, chunk) && column() < g.dim_k)
+            store_anchor<C>(anchor_units<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid()), read);
         warp::mul(state, state, gates.decay);
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
@@ -69,11 +55,6 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::template wait_but<kStateSteps>();
         wait_scores_read(smem, chunk);
         W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
-        if constexpr (kAlone) {
-            W::issue_reads_or_erasures(scores, stage, false);
-            warpgroup::mma_async_wait<0>();
-            W::round_reads_or_erasures(tiles, scores, gates, g, false);
-        }
         W::read_state(second, read, values_of(!dq_first));  // 3
         meet_walkers<C>();
         W::load(keys, columns.keys);
@@ -90,7 +71,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
             W::load(of_second, dq_first ? columns.keys : columns.queries, j);
             return of_second;
         };
-        const bool sums = task.whole != nullptr, exact = has_right<C>(g) || adds_dropped(gates);
+        const bool sums = task.whole != nullptr, exact = adds_dropped(gates);
         ThroughState<false> through;
         // NOTES: of dq without squares, which saves a register where dq is known to come first
         auto scale = [&]<bool kSquares>(auto& result, bool dq, auto factor) {
@@ -114,8 +95,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         if constexpr (C::kPaired) {  // 6
             W::template wait_but<2 * kTokenSteps>();
             pin(first);
-            if (has_right<C>(g) && !dq_first) wait_earlier();
-            Pair<C>(smem, walker()).send(first, chunk, has_right<C>(g) && !dq_first);
+            Pair<C>(smem, walker()).send(first, chunk);
         }
         W::template wait_but<kTokenSteps>();
         pin(first), pin(second);
@@ -129,31 +109,23 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
                        }));
         if constexpr (C::kPaired) {
             const Pair<C> pair(smem, walker());
-            if (has_right<C>(g) && dq_first) wait_earlier(), pair.add_right(second);
             pair.add_sent(second, chunk);
             W::store(columns.keys, second);
             fence_async_proxy();
             pair.free_sent();
         } else {
             const Turns<C> turns{g, smem, walker()};
-            if (task.turn > 0 || has_right<C>(g)) {
-                wait_earlier();
+            if (task.turn > 0) {
+                wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
                 typename W::Factors unpacked;
-                if (task.turn > 0) {
-                    turns.add(first, unpacked, smem.earlier.dq[walker()], 0);
-                    turns.add(second, unpacked, smem.earlier.left[walker()], 1);
-                }
-                if constexpr (C::kDimV == 128)
-                    if (has_right<C>(g)) W::add(second, unpacked, smem.earlier.right[walker()]);
+                turns.add(first, unpacked, smem.earlier.dq[walker()], 0);
+                turns.add(second, unpacked, smem.earlier.left[walker()], 1);
             }
             turns.store(columns.queries, first, chunk, 0);
             turns.store(columns.keys, second, chunk, 1);
             fence_async_proxy();
         }
         arrive_warp(smem.out_ready[walker()][slot]);
-        // of the next step
-        if (has_right<C>(g) && chunk + 1 < chunks() && is_anchor(task, chunk + 1) && column() < g.dim_k)
-            prefetch_anchor<C>(task, anchor_part(g, task, chunk + 1, part()), fresh_laneid());
         warpgroup::mma_async_wait<0>();  // 7
         pin(state), pin_all(read), pin_all(keys);
         arrive_warp(smem.free[slot]);

@@ -11,7 +11,6 @@ namespace tfla_tk::delta_rule {
 
 template <class C> struct Pair {
     using W = StatesWalker<C>;
-    using Fragment = typename W::Fragment;
     using Tokens = typename W::Tokens;
 
     EarlierResults<C>& results;
@@ -22,31 +21,15 @@ template <class C> struct Pair {
         : results(smem.earlier), barriers(smem.pair_barriers), walker(walker) {}
 
     __device__ static inline int other() { return 1 - cta_in_cluster(); }
-    // Adds the right part of dk of the j-th 16 tokens, which the mirror has made.
-    __device__ inline void add_right(float2 (&x)[4], int j) const {
-        if constexpr (C::kDimV == 128) {
-            Fragment right;
-            W::load(right, results.right[walker], j);
-            each<0, 4>([&](int k) {
-                const float2 y = to_float2(right.tiles[0][0].data[k]);
-                x[k] = {x[k].x + y.x, x[k].y + y.y};
-            });
-        }
-    }
-    __device__ inline void add_right(Tokens& part) const {
-        each<0, kChunk / 16>([&](int j) { add_right(part.tiles[0][j].data, j); });
-    }
     // Sends a part to the other CTA, once that has read the one before.
-    __device__ inline void send(const Tokens& part, int chunk, bool with_right) const {
+    __device__ inline void send(const Tokens& part, int chunk) const {
         const int thread = fresh_thread() % 128;
         if (thread == 0) kittens::tma::expect_bytes(barriers.arrived[walker], sizeof(typename C::Sent));
         wait_free(barriers.read[walker], chunk % 2);
         const uint32_t to = address_in_cta(&results.sent[walker].units[0][thread], other());
         const uint32_t arrived = address_in_cta(&barriers.arrived[walker], other());
         each<0, kChunk / 16>([&](int j) {
-            float2 x[4];
-            each<0, 4>([&](int k) { x[k] = part.tiles[0][j].data[k]; });
-            if (with_right) add_right(x, j);
+            const float2(&x)[4] = part.tiles[0][j].data;
             each<0, 2>([&](int half) {
                 const float2 a = x[2 * half], b = x[2 * half + 1];
                 store_in_cta(to + (2 * j + half) * sizeof(results.sent[0].units[0]), {a.x, a.y, b.x, b.y},

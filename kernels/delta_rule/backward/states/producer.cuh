@@ -135,16 +135,15 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     wait_stores_done();
 }
 
-// One warp: what the walkers add their results to. Those are the results of the turn before. The right
-// walk begins with the left part of dk; in the left walk every CTA adds the right part that the mirror has
-// made for it, in a pair nothing else. What has one place per walker is asked for once the walker is done
-// with the chunk before: low bytes, and in the left walk all. NOTES: a warp of its own, since it waits for
+// One warp: what the walkers add their results to, those of the turn before. The right walk begins with the
+// left part of dk. What has one place per walker is asked for once the walker is done with the chunk before:
+// low bytes, and in the left walk all. NOTES: a warp of its own, since it waits for
 // another CTA while results of this one may be ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
     const bool first = C::kPaired || task.turn == 0;  // there are no earlier results in device memory
-    if (C::kIsLeft && first && !has_right<C>(g)) return;
+    if (C::kIsLeft && first) return;
     const bool adds_low = !first && g.low != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
     int written = 0;
@@ -152,11 +151,12 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
     for (int step = 0; step < task.chunks; step++) {
         const auto [slot, phase] = Use<kStages>(step);
         const int chunk = chunk_of_step<C>(task, step);
-        auto load_result = [&](auto& tile, const TensorMap& from, int walker, int head) {
-            load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker), head, chunk);
+        auto load_result = [&](auto& tile, const TensorMap& from, int walker) {
+            load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker),
+                 task.result_head, chunk);
         };
-        auto load_nothing = [&](int walker, int arrivals) {
-            if (fresh_laneid() == 0) arrive(smem.earlier_arrived[walker][slot], arrivals);
+        auto load_nothing = [&](int walker) {
+            if (fresh_laneid() == 0) arrive(smem.earlier_arrived[walker][slot]);
         };
         auto load_low = [&](int walker) {
             if constexpr (C::kKeepsLow)
@@ -180,34 +180,25 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 wait_walker(walker);
                 if constexpr (!C::kPaired) {
-                    if (!first) {
-                        load_result(smem.earlier.dq[walker], g.dq.chunk, walker, task.result_head);
-                        load_result(smem.earlier.left[walker], g.dk.chunk, walker, task.result_head);
-                    } else {
-                        load_nothing(walker, 2);
-                    }
+                    load_result(smem.earlier.dq[walker], g.dq.chunk, walker);
+                    load_result(smem.earlier.left[walker], g.dk.chunk, walker);
                 }
-                if (has_right<C>(g)) {
-                    if constexpr (C::kDimV == 128)
-                        load_result(smem.earlier.right[walker], g.right, walker, task.right_head);
-                } else if (adds_low) {
+                if (adds_low)
                     load_low(walker);
-                } else {
-                    load_nothing(walker, 1);
-                }
+                else
+                    load_nothing(walker);
             }
         } else {
             wait_free(smem.out_read[slot], phase);
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++)
-                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk, walker,
-                            task.result_head);
+                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk, walker);
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 if (adds_low)
                     wait_walker(walker), load_low(walker);
                 else
-                    load_nothing(walker, 1);
+                    load_nothing(walker);
             }
         }
     }

@@ -18,7 +18,6 @@ namespace tfla_tk::delta_rule {
 
 template <class C> __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem) {
     using W = StatesWalker<C>;
-    constexpr bool kAlone = C::kWalkers == 1;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
     typename W::State state;  // dS
     typename W::Tokens scores, right;
@@ -28,7 +27,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
 
     const StatesTask& task = smem.task;
     // NOTES: recomputed, to save registers
-    auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
+    auto walker = [&] { return fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     auto part = [&] { return task.first_part + column() / 16; };
 
@@ -51,11 +50,6 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::template wait_but<kStateSteps>();
         wait_scores_read(smem, step);
         W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
-        if constexpr (kAlone) {
-            W::issue_reads_or_erasures(scores, stage, false);
-            warpgroup::mma_async_wait<0>();
-            W::round_reads_or_erasures(tiles, scores, gates, g, false);
-        }
         meet_walkers<C>();  // 3
         W::load(queries, columns.queries), W::load(keys, columns.keys);
         warpgroup::mma_async_wait<0>();

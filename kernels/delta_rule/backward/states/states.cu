@@ -14,8 +14,7 @@ inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
 }
 
 // Of V, one for a CTA.
-inline int tile_of_v(const DeltaShape& s) { return s.dim_v <= 64 ? 64 : 128; }
-inline int slices_of(const DeltaShape& s) { return (s.dim_v + tile_of_v(s) - 1) / tile_of_v(s); }
+inline int slices_of(const DeltaShape& s) { return (s.dim_v + kSliceColumns - 1) / kSliceColumns; }
 
 // Of one result, of all walkers.
 inline std::int64_t low_of_result(const DeltaShape& s, int shared) {
@@ -35,7 +34,6 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     const int slots = slots_of(s);
     const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
     const int slices = slices_of(s);
-    const bool right_made = p.right.data != nullptr;
     const int anchors = anchor_slots(slots, kDeltaAnchorChunks);
     return {
         maps.of_keys(p.q),
@@ -44,9 +42,6 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.dv, kChunk),
         TensorMap(p.left, s.batch, s.heads / p.shared, s.seq, s.dim_k, kChunk, s.half),
-        // NOTES: maps of what a walk does not use are of something else
-        right_made ? TensorMap(p.right, s.batch, s.heads * slices, s.seq, s.dim_k, kChunk, s.half)
-                   : maps.of_keys(p.k),
         result_maps(C::kIsLeft ? p.dq : p.dk, p),
         result_maps(C::kIsLeft ? p.left : p.dk, p),
         GateWords(p.g),
@@ -76,7 +71,6 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         C::kKeepsLow ? static_cast<LowBytes*>(p.low) : nullptr,
         low_of_result(s, p.shared),
         p.scale,
-        right_made,
     };
 }
 
@@ -84,10 +78,6 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
-    if (p.right.data && (!C::kIsLeft || C::kDimV != 128))
-        throw std::runtime_error(std::string(kName) + ": the right parts of dk are not wanted");
-    if (p.right.data && p.low && C::kKeepsLow)
-        throw std::runtime_error(std::string(kName) + ": no room for both right parts and low bytes");
     const DeviceGuard guard(p.shape.device, kName);
     StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
@@ -102,19 +92,13 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
 
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    auto with_walkers = [&]<class T, int kDimV, bool kPaired>() {
-        p.walkers == 1 ? launch_states<StatesConfig<T, kDimV, 1, kWalk, kPaired>>(p, s)
-                       : launch_states<StatesConfig<T, kDimV, 2, kWalk, kPaired>>(p, s);
-    };
-    auto with_pair = [&]<class T, int kDimV>() {
+    auto with_pair = [&]<class T>() {
         if constexpr (kWalk == StateWalk::left)
-            if (p.shared * slices_of(p.shape) == 2) return with_walkers.template operator()<T, kDimV, true>();
-        with_walkers.template operator()<T, kDimV, false>();
+            if (p.shared * slices_of(p.shape) == 2) return launch_states<StatesConfig<T, kWalk, true>>(p, s);
+        launch_states<StatesConfig<T, kWalk>>(p, s);
     };
-    with_tile<64, 128>(tile_of_v(p.shape), "delta_states", [&]<int kDimV>() {
-        p.shape.half ? with_pair.template operator()<kittens::half, kDimV>()
-                     : with_pair.template operator()<kittens::bf16, kDimV>();
-    });
+    p.shape.half ? with_pair.template operator()<kittens::half>()
+                 : with_pair.template operator()<kittens::bf16>();
 }
 
 }  // namespace tfla_tk::delta_rule
@@ -124,14 +108,13 @@ namespace tfla_tk {
 std::int64_t delta_anchor_bytes(const DeltaShape& s) {
     const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s), kDeltaAnchorChunks);
     const std::int64_t parts = (s.dim_k + 15) / 16 * delta_rule::slices_of(s);
-    const std::int64_t bytes_of_part = 2 * 16 * delta_rule::tile_of_v(s);
+    const std::int64_t bytes_of_part = 2 * 16 * kSliceColumns;
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }
 
 std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
-    const std::int64_t slices = delta_rule::slices_of(s);
-    const std::int64_t most_ctas = (s.dim_k + delta_rule::kWalkerColumns - 1) / delta_rule::kWalkerColumns;
-    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * most_ctas * s.cut.segments * s.heads);
+    const std::int64_t slices = delta_rule::slices_of(s), ctas = (s.dim_k + 127) / 128;
+    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * ctas * s.cut.segments * s.heads);
 }
 
 std::int64_t delta_low_bytes(const DeltaShape& s, int shared) {

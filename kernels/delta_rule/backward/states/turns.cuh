@@ -2,7 +2,7 @@
 // are added up in fp32, of which a turn leaves 24 bits: the upper 16 in the result's own place, the eight
 // below them in `low`. The last turn rounds to the operands' type. So a result is rounded once, whatever the
 // number of slices. Without low bytes each turn rounds. That takes fewer bytes: where V is one slice and
-// heads of v share a head of q and k, or where the mirror has made the right part of dk.
+// heads of v share a head of q and k.
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"

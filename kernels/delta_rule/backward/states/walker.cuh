@@ -1,8 +1,8 @@
 // What the walkers of both walks over the states do alike.
 //
 // A walker is a warpgroup that owns 64 columns of K. It holds the state, or its gradient, of these (64 x V)
-// in fp32 and computes results transposed (key_steps.cuh). The scores alone are shared: of two walkers each
-// makes one of the two tiles, a lone one both.
+// in fp32 and computes results transposed (key_steps.cuh). The scores alone are shared: each walker
+// makes one of the two tiles.
 #pragma once
 
 #include "delta_rule/backward/key_steps.cuh"
@@ -14,7 +14,7 @@ template <class C> struct StatesWalker : KeySteps<C> {
     using T = typename C::T;
     using typename KeySteps<C>::Tokens;
 
-    // Issues the products of the first tile of scores that a walker makes, and of the other one.
+    // Issues the products of the scores that a walker makes.
     __device__ static inline void issue_reads_or_erasures(Tokens& scores, const StatesStage<C>& stage,
                                                           bool reads) {
         issue_scores<T, C::kDimV>(scores, reads ? stage.dout : stage.dv, stage.writes);

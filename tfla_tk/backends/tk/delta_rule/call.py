@@ -19,20 +19,25 @@ from tfla_tk.backends.tk.operands import (
     multiprocessors,
 )
 from tfla_tk.backends.tk.prepared import Addresses, Scratch
-from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import (
+    CHUNK,
+    DELTA_SLICE_COLUMNS,
+    DTYPES,
+    SEGMENT_CHUNKS,
+    Cut,
+    MaybeTensor,
+    chunk_slots,
+)
 
-# parts of dq and dk, of heads of v and slices of V, that are added up in turns: parts of heads are rounded in
-# each where V is one slice, so more turns would round too often. Slices take turns in any case
+# parts of dq and dk, of heads of v and slices of V, that are added up in turns where K > 128: parts of heads
+# are rounded in each where V is one slice, so more turns would round too often. Slices take turns in any case
 MOST_TURNS = 4
 _WARP_COLUMNS = 16  # of V or K that a warp's sums are over
-# cycles of a chunk with one walker on a multiprocessor and with two, set on 2026-11-26: of the walks of the
-# forward and of its mirror, and of those over the states, of which a lone walker makes all scores. Times that
-# were measured since then: docs/log/delta-rule.md, "Costs in the host's estimates"
+# cycles of a chunk of the forward's walk with one walker on a multiprocessor and with two, set on 2026-11-26.
+# Times that were measured since then: docs/log/delta-rule.md, "Costs in the host's estimates"
 _CYCLES = {1: 1830, 2: 2770}
-_STATES_CYCLES = {1: 6100, 2: 8200}
-# of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
+# where K > 128, of the mirror, too: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
 _HALF = 2  # bytes of a number of 16 bits
@@ -94,8 +99,7 @@ class Shape(_Sizes):
 
     @cached_property
     def split(self) -> Cut | None:
-        """The cut of the walks of the forward and of its mirror; None where they take whole sequences. Its
-        borders are among those of the walks over the states."""
+        """The cut of the walks of the forward and the backward; None where they take whole sequences."""
         if self.batch_invariant or self.is_wide:
             return None
         # the host does not know the lengths of packed sequences
@@ -129,12 +133,12 @@ class Shape(_Sizes):
     @property
     def borders(self) -> int:
         """Slots for the borders between segments of the walks over the states, of all sequences."""
-        return self.cut.segments - self.sequences
+        return self.cut.segments - self.sequences if self.is_wide else 0
 
     @property
     def cut(self) -> Cut:
-        """Of the walks over the states. It follows from the length of each sequence alone, so that what
-        they make of a sequence does not depend on what else is in the call."""
+        """Of the walks over the states. It follows from the length of each sequence alone, so that what they
+        make of a sequence does not depend on what else is in the call."""
         return self.cut_into(SEGMENT_CHUNKS)
 
     @property
@@ -160,38 +164,36 @@ class Shape(_Sizes):
     @property
     def sum_parts(self) -> int:
         """Of the sums over K that a walk over the states leaves for dg, and of an anchor."""
-        return self.states_slices * -(-self.dim_k // _WARP_COLUMNS)
-
-    @property
-    def right_sum_parts(self) -> int:
-        """Of those that the right walk leaves, or the mirror in its place, which adds up the sums of a
-        walker's warps."""
-        if not self.makes_right:
-            return self.sum_parts
-        return self.states_slices * -(-self.dim_k // WALKER_COLUMNS)
+        return self.value_slices * -(-self.dim_k // _WARP_COLUMNS)
 
     @property
     def strength_parts(self) -> int:
-        """Of the sums over V that the mirror leaves for dbeta, as kStrengthColumns of backward/config.cuh."""
-        return -(-self.dim_v // (_WARP_COLUMNS if self.is_wide else WALKER_COLUMNS))
+        """Of the sums over V that are left for dbeta."""
+        return -(-self.dim_v // _WARP_COLUMNS)
 
     @property
-    def states_slices(self) -> int:
-        """Of V, of which a CTA of the walks over the states has one."""
-        return -(-self.dim_v // max(DELTA_STATES_TILES))
+    def value_slices(self) -> int:
+        """Of V, of which a CTA of the walk for dq and dk has one."""
+        return -(-self.dim_v // DELTA_SLICE_COLUMNS)
+
+    @property
+    def kept_states_bytes(self) -> int:
+        """Of the states that enter chunks, rounded; 0 with a wide K."""
+        slots = 0 if self.is_wide else self.slots
+        return _HALF * self.batch * self.heads * slots * self.dim_k * self.dim_v
 
     @cached_property
     def shared(self) -> int:
         """Heads of v of a group that add up their dq and dk in the walks over the states; of larger groups a
         launch behind these adds up the rest."""
-        most = max(MOST_TURNS // self.states_slices, 1)
+        most = max(MOST_TURNS // self.value_slices, 1)
         return max(heads for heads in range(1, most + 1) if self.group % heads == 0)
 
     @property
     def turns(self) -> int:
         """CTAs of the walks over the states that add up a result: in turns, or in the left walk two as a
         pair."""
-        return self.shared * self.states_slices
+        return self.shared * self.value_slices
 
     @property
     def partial(self) -> tuple[int, int, int, int]:
@@ -211,9 +213,8 @@ class Shape(_Sizes):
 
     @cached_property
     def matrices(self) -> int:
-        """That are made for the walks: A alone where the forward's walk and the mirror make P, else both."""
-        walks = (self.forward_walkers, self.makers), (self.mirror_walkers, 0)
-        return max(costs.matrices_before(self.dim_k, *walk) for walk in walks)
+        """That are made for the walks: A alone where the forward's walk makes P, else both."""
+        return costs.matrices_before(self.dim_k, self.forward_walkers, self.makers)
 
     @property
     def walk_makes_matrices(self) -> bool:
@@ -222,7 +223,7 @@ class Shape(_Sizes):
         almost twice the time per chunk."""
         if self.batch_invariant or self.packed or self.split is not None:
             return False
-        # with P from memory the walk has one walker, or makers beside it, or is followed by a mirror with one
+        # with P from memory the walk has one walker, or makers beside it
         if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.matrices != 1:
             return False
         return costs.walk_makes_matrices(
@@ -231,14 +232,25 @@ class Shape(_Sizes):
 
     @property
     def is_wide(self) -> bool:
-        """Whether a state takes half of a walker's registers; no makers and no scorer then."""
+        """Whether a state takes half of a walker's registers. Then there are no makers, no scorer, no
+        split, and three walks backward in the place of one."""
         return self.dim_k > MOST_NARROW_K
 
     @cached_property
     def walkers(self) -> int:
-        """Of a CTA of the forward's walk without makers, and of the mirror's beside a right walk."""
-        of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
-        return self._walkers(self.dim_v, (self.split or self.uncut).segments, of_chunk)
+        """Of a CTA of the forward's walk without makers, and of the mirror's with a wide K."""
+        columns = -(-self.dim_v // WALKER_COLUMNS)
+        # two share what they load, one alone is done earlier where there are few CTAs. Their instances sum in
+        # other orders, so an option fixes the number
+        if self.batch_invariant or columns == 1:
+            return min(columns, 2)
+
+        def cycles(walkers: int) -> int:
+            ctas = (self.split or self.uncut).segments * self.heads * -(-columns // walkers)
+            of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
+            return -(-ctas // multiprocessors(self.device)) * of_chunk[walkers]
+
+        return 1 if cycles(1) <= cycles(2) else 2
 
     @cached_property
     def makers(self) -> int:
@@ -262,37 +274,30 @@ class Shape(_Sizes):
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
         return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
 
-    @cached_property
-    def makes_right(self) -> bool:
-        """Whether the mirror makes the right part of dk, so that there is no right walk. Packed sequences are
-        taken to have tokens, all alike."""
-        if self.batch_invariant:
-            return False
-        pairs = (self.split or self.uncut).segments * self.heads
-        return costs.mirror_makes_right(pairs, (self.dim_k, self.dim_v), multiprocessors(self.device))
-
     @property
     def mirror_walkers(self) -> int:
         """Of a CTA of the mirror's walk."""
-        return 2 if self.makes_right else self.walkers
+        return self.walkers if self.is_wide else 2
 
-    @property
-    def states_walkers(self) -> int:
-        """Of a CTA of the walks over the states."""
-        return self._walkers(self.dim_k, self.cut.segments * self.states_slices, _STATES_CYCLES)
 
-    def _walkers(self, dim: int, segments: int, of_chunk: dict[int, int]) -> int:
-        """Of walks whose walkers share a head dim: two share what they load, one alone is done earlier where
-        there are few CTAs. Their instances sum in other orders, so an option fixes the number."""
-        columns = -(-dim // WALKER_COLUMNS)
-        if self.batch_invariant:
-            return min(columns, 2)
+class Places(NamedTuple):
+    """What the backward reads and leaves besides the call's own tensors, at prepared addresses.
 
-        def cycles(walkers: int) -> int:
-            ctas = segments * self.heads * -(-columns // walkers)
-            return -(-ctas // multiprocessors(self.device)) * of_chunk[walkers]
+    Attributes:
+        do, dht: the gradients of the output, and of the final state, 0 for none.
+        dq, dk, dv, dg: the results; dg is None where it is not wanted.
+        dh0: that of the initial state, 0 for none.
+        strengths: sums for dbeta.
+    """
 
-        return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+    do: Operand
+    dht: int
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    dg: Gate | None
+    dh0: int
+    strengths: int
 
 
 class Left(NamedTuple):
@@ -302,9 +307,10 @@ class Left(NamedTuple):
         matrices: of every chunk A and, where the walks do not make it, P; behind them the flags of makers and
             two tickets.
         writes: the walk's writes, like a dense v.
-        borders: the states at the borders between segments of the walks over the states; 0 for none.
+        borders: the states at the borders between segments of the walks over the states; 0 but for a wide K.
         maps: M of the segments of a split; 0 without one.
         leads: before the segments of a split, and right behind these the ones behind them; 0 without one.
+        states: that enter chunks; 0 with a wide K.
     """
 
     matrices: int
@@ -312,6 +318,7 @@ class Left(NamedTuple):
     borders: int = 0
     maps: int = 0
     leads: int = 0
+    states: int = 0
 
     @staticmethod
     def of(shape: Shape, scratch: Scratch) -> Left:
@@ -322,6 +329,7 @@ class Left(NamedTuple):
             scratch.take(shape.states_bytes(shape.borders, shape.dim_v)),
             scratch.take(shape.states_bytes(shape.carried, shape.dim_k)),
             scratch.take(2 * shape.leads_bytes),
+            scratch.take(shape.kept_states_bytes),
         )
 
     @staticmethod

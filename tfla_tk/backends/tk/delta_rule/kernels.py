@@ -21,17 +21,21 @@ def of_forward(shape: Shape) -> list[Instance]:
 
 def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
     """The backward's."""
-    tile, half, walkers = _tile_of_k(shape), shape.half, shape.mirror_walkers
-    makes = ("right_part_and_sums" if needs_dg else "right_part") if shape.makes_right else "values"
-    found = [instances.delta_mirror(tile, half, walkers, makes), instances.delta_strength()]
-    if shape.carried:
-        found += [instances.delta_mirror(tile, half, walkers, "states"), instances.delta_carry()]
-    if shape.shared < shape.group:
+    tile, half = _tile_of_k(shape), shape.half
+    found = [instances.delta_strength()]
+    if shape.is_wide:
+        left = "paired left" if shape.turns == 2 else "left"
+        found += [instances.delta_mirror(tile, half, shape.mirror_walkers)]
+        found += [instances.delta_states(walk, half) for walk in (left, "right")]
+        parts, of_dg = shape.group // shape.shared, instances.mlstm_bwd_gates(decay=True)
+    else:
+        found.append(instances.delta_gradients(half, needs_dg))
+        if shape.carried:
+            found += [instances.delta_mirror(tile, half, shape.mirror_walkers), instances.delta_carry()]
+        parts, of_dg = shape.group * shape.value_slices, instances.delta_decay()
+    if parts > 1:
         found.append(instances.delta_combine(half))
-    tile_of_v = instances.DELTA_STATES_TILES[shape.dim_v > instances.DELTA_STATES_TILES[0]]
-    walks = ["paired left" if shape.turns == 2 else "left", *([] if shape.makes_right else ["right"])]
-    found += [instances.delta_states(walk, tile_of_v, half, shape.states_walkers) for walk in walks]
-    return found + ([instances.mlstm_bwd_gates(decay=True)] if needs_dg else [])
+    return found + ([of_dg] if needs_dg else [])
 
 
 def of_inputs(shape: Shape, *, backward: bool) -> Instance:

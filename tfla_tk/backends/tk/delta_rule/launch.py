@@ -4,22 +4,17 @@ The forward has two kernels: the matrices A and P of every chunk in parallel, wh
 gates alone, and the walk over the chunks. Some walks make P themselves, in the backward, too. Where the walk
 leaves multiprocessors idle, one launch has both: makers of the matrices run beside the walk. Where memory
 bounds the speed, the walk makes both matrices itself. A training call keeps the matrices, the walk's writes,
-[B, T, HV, V] (docs/delta-rule-backward.md, "What the backward is given"), and the states at the borders
-between the segments of the backward's walks over the states.
+[B, T, HV, V], and the state that enters each chunk (docs/delta-rule-backward.md, "What the backward is
+given").
 
 Few long sequences are split: three launches before the walk give the states with which its segments begin.
 Over a segment the state is mapped S -> M S + own. Of a head that forgets soon this is not asked for: walks
 begin some chunks before their segments, as many as the first of these launches says. A training call keeps
-these numbers and M for its backward, whose first walk is split in the same way.
+these numbers and M for its backward, whose walk is split in the same way.
 
-The backward walks over the chunks backward in time, with the same matrices, which gives dv and the sums of
-dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
-part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
-are cut into segments. They begin with what others have left at the borders between segments: the states, by
-the forward, and their gradients, by the backward's first walk.
-
-Heads of v that share a head of q and k add up their dq and dk in these walks, a few of them: where a head of
-q and k has more, a last kernel adds up the rest.
+The backward walks over the chunks backward in time, with the same matrices, and makes dq, dk and dv at once
+(`gradients`). Heads of v that share a head of q and k leave parts of dq and dk, which a last kernel adds up.
+With K of more than 128 it takes three walks instead (`wide`).
 """
 
 from __future__ import annotations
@@ -35,17 +30,18 @@ from tfla_tk.backends.tk.delta_rule import inputs, kernels
 from tfla_tk.backends.tk.delta_rule.call import (
     NO_OPERAND,
     Left,
+    Places,
     Shape,
     gate_at,
     layout,
     number,
     readable,
 )
+from tfla_tk.backends.tk.delta_rule.gradients import launch_gradients
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.delta_rule.states import Through, launch_states
+from tfla_tk.backends.tk.delta_rule.wide import launch_wide
 from tfla_tk.backends.tk.operands import (
     ADDRESS_ALIGNMENT,
-    Operand,
     as_operand,
     as_state,
     current_stream,
@@ -269,8 +265,8 @@ class Walk:
         writes = operand_at(left.writes, dense) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, dense), writes, *gates, matrices, at.initial_state, last_at,
-            carried_at, left.leads, left.borders, core.scale, shape.forward_walkers, shape.makers,
-            makes_matrices,
+            carried_at, left.leads, left.borders, left.states, core.scale, shape.forward_walkers,
+            shape.makers, makes_matrices,
         )  # fmt: skip
         before: list[Launch] = []
         if not shape.makers and not makes_matrices:
@@ -280,7 +276,7 @@ class Walk:
             before += [
                 kernel.leads(of, bounds_at, left.leads, shape.longest_lead, keep),
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, left.leads, maps),
-                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders, False),
+                kernel.carry(of, carried_at, left.leads, transposed_at, False),
             ]
         self._run = build.launches([*before, walk])
 
@@ -319,49 +315,17 @@ class Walks:
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
         scratch = Scratch(addresses.next())
-        dout = operand_at(do_at, do)
         writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
         parts = shape.strength_parts
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
-        d_borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
-        d_borders_at = scratch.take(shape.states_bytes(d_borders, shape.dim_v))
-        carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
-        leads = left.leads + shape.leads_bytes if carried_at else 0  # behind the segments
-        of = shape.with_offsets(at.cu_seqlens, shape.split)
-        gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
-        q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
-        matrices = shape.matrices_at(left.matrices)[:2]
-        launches: list[Launch] = []
-        if carried_at:
-            launches += [
-                kernel.mirror(
-                    of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
-                    carried_at, leads, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
-                ),
-                kernel.carry(of, carried_at, leads, left.maps, d_borders_at, True),
-            ]  # fmt: skip
-
-        def mirror(right: Operand, sums: tuple[int, int, int]) -> Launch:
-            return kernel.mirror(
-                of, q, k, dout, writes, dv, *gates, matrices, parts_at, dht_at, dh0_at,
-                carried_at, leads, d_borders_at, core.scale, shape.mirror_walkers, False, right, sums,
-            )  # fmt: skip
-
-        # the walks over the states leave the results, or parts of them that are added up
-        parts_of_dq, parts_of_dk = dq, dk
-        is_combined = shape.shared < shape.group
-        if is_combined:
-            parts_of_dq, parts_of_dk = (scratch.take_dense(shape.partial, core.q.itemsize) for _ in range(2))
-        through = Through(writes, dv, dout, dht_at, dh0_at, left.borders, d_borders_at)
         dg = (
             gate_at(dg_at, torch.empty_like(given.g, device="meta"))
             if needs_dg and given.g is not None
             else None
         )
-        launches += launch_states(shape, core, at, through, parts_of_dq, parts_of_dk, dg, scratch, mirror)
-        if is_combined:
-            of_parts = shape._replace(heads=shape.partial[2], group=shape.group // shape.shared)
-            launches.append(kernel.combine(of_parts.with_offsets(0), parts_of_dq, parts_of_dk, dq, dk))
+        places = Places(operand_at(do_at, do), dht_at, dq, dk, dv, dg, dh0_at, parts_at)
+        launch = launch_wide if shape.is_wide else launch_gradients
+        launches = launch(shape, core, at, left, writes, places, scratch)
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize

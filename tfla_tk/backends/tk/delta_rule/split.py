@@ -1,11 +1,11 @@
-"""Into how many segments the walks of the forward and of its mirror cut a sequence, so that a few long
+"""Into how many segments the walks of the forward and the backward cut a sequence, so that a few long
 sequences fill the GPU, too.
 
 A split costs the forward three more launches. A small one tells how many chunks ahead of its segment a walk
 has to begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix
 and a state, and a small kernel carries the states over the segments. A has to be there before, so that no
 makers run beside a walk. The backward has A and M from the forward and makes the states alone. For a call
-with a backward its time counts, too: where the segments fill the GPU, the mirror makes the right part of dk.
+with a backward its time counts, too.
 
 The host does not know which heads are carried. It takes the mean of two times: with no head carried, and with
 every second one carried. Without gates, and where segments are too short for leads, it takes the time with
@@ -19,19 +19,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tfla_tk.backends.tk.segments import waves_of
-from tfla_tk.build.instances import DELTA_STATES_TILES
-from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
+from tfla_tk.core.layout import CHUNK, DELTA_SLICE_COLUMNS, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
-MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
-# two slices: with more of them low bytes of sums take the place of the right part of dk in the left walk
-MOST_V_WITH_RIGHT = 2 * max(DELTA_STATES_TILES)
+MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split; and of the one walk back
 
 # Microseconds per chunk, K = V = 128 (docs/log/delta-rule.md, "Costs in the host's estimates"). By walkers of
 # a CTA: the walk alone, with makers beside it. By matrices on a multiprocessor (1: A, 2: A and P): made
 # before the walk, beside it (1: measured with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
-_WALKED_MAKING = 3.8  # of two walkers whose CTA makes the matrices
+# of two walkers whose CTA makes the matrices; where they leave what a backward reads (H200)
+_WALKED_MAKING, _WALKED_MAKING_AND_KEEPING = 3.8, 4.6
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
 # what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
 # microsecond
@@ -42,16 +40,11 @@ _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behin
 # the start of a launch with that of its first wave, fitted to forwards on an H100 (the same log). An
 # estimate: a segment that is carried
 _LAUNCH, _CARRIED = 15.0, 1.3
-# kernel times of K = V = 128 on an H100 (the same log), per chunk: two walkers that leave states alone,
-# in the forward and in the mirror; the mirror by walkers of a CTA; two walkers that make the right part of
-# dk, where memory does not bound them
+# kernel times of K = V = 128 (the same log), per chunk: two walkers that leave states alone, in the forward
+# and in the mirror, on an H100; a CTA of the one walk back, on an H200
 _MAPPED, _MAPPED_BACK = 1.3, 2.4
-_MIRRORED, _MIRRORED_WITH_RIGHT = {1: 1.7, 2: 2.66}, 5.0
-# bytes of a chunk and head that give the times of kernels which memory bounds (the same log): of the right
-# walk; of a mirror that makes the right part; of what the left walk reads more behind such a mirror
-_OF_RIGHT, _OF_MIRROR_WITH_RIGHT, _OF_RIGHT_PART = 120e3, 138e3, 16e3
-_KEEPING = 1.17  # of the time of a forward with makers: where it leaves what a backward reads (the same log)
-_FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
+_WALKED_BACK = 7.0
+_KEEPING = 1.6  # of the time of a forward with makers: where it leaves what a backward reads (the same log)
 # what differs less the estimates do not tell apart, as a share of a time. A split has to be so much faster
 _MARGIN = 0.05
 _WALKERS = 2  # of a CTA that leaves states alone; assumed of the walks of a split
@@ -105,8 +98,9 @@ class _Chunks(NamedTuple):
 
     def moved(self, matrices: int, *, keep: bool = False) -> float:
         """What a walk moves, as a time: q, k, v, o, so many matrices, of which about a half leaves L2, and
-        the writes where they are kept."""
-        values = 2 * CHUNK * self.dims[1] * (3 if keep else 2)
+        the writes and the state where they are kept."""
+        dim_k, dim_v = self.dims
+        values = 2 * CHUNK * dim_v * (3 if keep else 2) + (2 * dim_k * dim_v if keep else 0)
         return self.machine.bytes_in(self.pairs * (2 * self._keys + values + matrices * _MATRIX / 2))
 
     def made_before(self, matrices: int) -> float:
@@ -136,34 +130,14 @@ class _Chunks(NamedTuple):
         return walked + self.made_before(matrices)
 
     def backward(self, chunks: int, *, segments: int = 1, share: float = 1.0) -> float:
-        """The time, of so many chunks, of the mirror and of the right part of dk, which the mirror makes or a
-        walk of its own. Other arguments as of `in_two_launches`."""
-        tiles, walked = self.pairs * self.dims[0] * self.dims[1] / 128**2, segments * share
-        if mirror_makes_right(segments * self.pairs, self.dims, self.machine.multiprocessors):
-            of_walkers = self.waves(2, segments) * share * _MIRRORED_WITH_RIGHT
-            of_bytes = self.machine.bytes_in(tiles * walked * _OF_MIRROR_WITH_RIGHT)
-            of_chunk = max(of_walkers, of_bytes) + self.machine.bytes_in(tiles * _OF_RIGHT_PART)
-            return chunks * of_chunk + _LAUNCH
-        of_walkers = min(self.waves(n, segments) * share * of_one for n, of_one in _MIRRORED.items())
-        of_mirror = max(of_walkers, walked * self.moved(2, keep=True))
-        return chunks * (of_mirror + self.machine.bytes_in(tiles * _OF_RIGHT)) + 2 * _LAUNCH
-
-
-def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) -> bool:
-    """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
-    bounds the speed: where CTAs of two walkers fill most multiprocessors.
-
-    Args:
-        pairs: sequences, or their segments, times heads.
-    """
-    filling = pairs * -(-dims[1] // (2 * WALKER_COLUMNS)) >= _FILLED * multiprocessors
-    return filling and _mirror_can_make_right(dims)
-
-
-def _mirror_can_make_right(dims: tuple[int, int]) -> bool:
-    """Whether kernels can, with two walkers, and the left walk has room for that part."""
-    dim_k, dim_v = dims
-    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and WALKER_COLUMNS < dim_v <= MOST_V_WITH_RIGHT
+        """The time, of so many chunks, of the one walk back. Other arguments as of `in_two_launches`."""
+        dim_k, dim_v = self.dims
+        slices = -(-dim_v // DELTA_SLICE_COLUMNS)
+        waves = waves_of(segments * self.pairs * slices, self.machine.multiprocessors)
+        # q, k, dq, dk; dO, the writes, dv; the state; A
+        keys, values = 2 * CHUNK * dim_k * 4 * slices, 2 * CHUNK * dim_v * 3
+        of_bytes = self.machine.bytes_in(self.pairs * (keys + values + 2 * dim_k * dim_v + _MATRIX))
+        return chunks * share * max(waves * _WALKED_BACK, segments * of_bytes) + _LAUNCH
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,7 +149,8 @@ def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: boo
     """
     chunks = _Chunks(pairs, dims, group, machine)
     # half of each matrix is counted, and A is written whole where it is kept
-    making = max(chunks.waves(2) * _WALKED_MAKING, chunks.moved(2 if keep else 0, keep=keep))
+    walked = _WALKED_MAKING_AND_KEEPING if keep else _WALKED_MAKING
+    making = max(chunks.waves(2) * walked, chunks.moved(2 if keep else 0, keep=keep))
     return making < chunks.in_two_launches(2, keep=keep)
 
 
@@ -245,14 +220,12 @@ def segment_chunks(
     Args:
         tokens: of each sequence.
         decays: whether there are gates. Without, no head forgets.
-        trains: whether there is a backward, which is split alike. Its time counts where the mirror can make
-            the right part of dk.
+        trains: whether there is a backward, which is split alike.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
     of_all = _Chunks(pairs, dims, group, machine)
     of_values, of_both = (-(-count // _WALKERS) for count in (slices.values, sum(slices)))
-    with_backward = trains and _mirror_can_make_right(dims)
 
     def later_waves(waves: int) -> float:
         """The start of all waves but the first one, which a launch counts."""
@@ -263,9 +236,9 @@ def segment_chunks(
         segments = -(-chunks // length)
         share = (length + min(longest_lead(length, decays), SEGMENT_CHUNKS)) / chunks
         more = later_waves(of_all.waves(_WALKERS, segments))
-        walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
+        walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=trains)
         time = chunks * min(map(walk, _WALKED)) + more + 4 * _LAUNCH
-        if with_backward:
+        if trains:
             time += of_all.backward(chunks, segments=segments, share=share) + more + 2 * _LAUNCH
         return time
 
@@ -280,7 +253,7 @@ def segment_chunks(
             return waves * length * of_chunk + later_waves(waves) + carrying
 
         time = mapped((segments - 2) * of_both + of_values, _MAPPED)
-        return time + mapped((segments - 1) * of_values, _MAPPED_BACK) if with_backward else time
+        return time + mapped((segments - 1) * of_values, _MAPPED_BACK) if trains else time
 
     def times(length: int) -> tuple[float, float]:
         """With no head carried and with every second one; twice with all where there are no leads."""
@@ -291,7 +264,7 @@ def segment_chunks(
 
     unsplit = forward(pairs, chunks, dims, group, tuple(_WALKED), machine)
     whole = unsplit.time + _LAUNCH
-    if with_backward:
+    if trains:
         whole = whole * (_KEEPING if unsplit.makers else 1.0) + of_all.backward(chunks)
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
