@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.pairs import pairwise
 from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
@@ -119,11 +119,9 @@ def check(core: DeltaRuleCore, keep: bool = True, *, needs_gates: bool = True) -
             assert found[place] is None
 
 
-@pytest.mark.parametrize("makers", [False, True], ids=["before", "beside"])
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("gate", [False, True], ids=["ungated", "gated"])
-@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+@pytest.mark.parametrize(
+    ("group", "gate", "packed", "state", "makers"), pairwise((1, 3), *[(False, True)] * 4)
+)
 def test_tensors_and_sizes(
     group: int,
     gate: bool,
@@ -224,9 +222,9 @@ def test_which_calls_are_split(packed: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert not is_split(144, 128) and not is_split(256, 512) and not is_split(128, 128, heads=64)
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("dims", [(48, 320), (192, 64), (256, 144)], ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    ("dims", "packed", "group"), pairwise([(48, 320), (192, 64), (256, 144)], (False, True), (1, 3))
+)
 def test_large_head_dims(dims: tuple[int, int], packed: bool, group: int, kernel: Kernel) -> None:
     """Several slices of V, and more columns of K than makers and the one walk serve."""
     check(draw(dims, group=group, packed=packed, tokens=70))
@@ -292,18 +290,18 @@ def check_sums(
         assert error(ddt_bias, dg.sum((0, 1))) < 5e-3
 
 
-RAW = [flags for flags in itertools.product((False, True), repeat=3) if any(flags)]
-
-
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("flags", RAW)
-def test_raw_inputs(flags: tuple[bool, bool, bool], packed: bool, group: int, kernel: Kernel) -> None:
-    core = raw(draw((48, 32), group=group, packed=packed, tokens=70), *flags)
+@pytest.mark.parametrize(
+    ("norm", "strength", "decay", "packed", "group"),
+    pairwise(*[(False, True)] * 4, (1, 3), where=lambda *values: any(values[:3])),
+)
+def test_raw_inputs(
+    norm: bool, strength: bool, decay: bool, packed: bool, group: int, kernel: Kernel
+) -> None:
+    core = raw(draw((48, 32), group=group, packed=packed, tokens=70), norm, strength, decay)
     check_raw(core)
     names = [x.name for x in kernel.launches]
     assert names.count("inputs") == 3  # of the forward, and again in every backward
-    assert names.count("inputs_backward") == 1 + any(flags[:2])  # none for gates without gradients
+    assert names.count("inputs_backward") == 1 + (norm or strength)  # none for gates without gradients
     assert names[0] == "inputs" and names[-1] == "inputs_backward"
     check_raw(core, keep=False)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairs import pairwise
 from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -150,9 +151,10 @@ def test_a_head_is_carried_where_one_of_its_leads_is_too_long(
 # What walks make that begin with them
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
-@pytest.mark.parametrize(("chunks", "group"), [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("chunks", "group", "state", "packed"),
+    [(*sizes, *others) for sizes, *others in pairwise([(1, 1), (1, 3), (2, 1)], *[(False, True)] * 2)],
+)
 def test_heads_that_forget_soon_have_them(
     chunks: int, group: int, state: bool, packed: bool, kernel: Kernel, split: Split
 ) -> None:
