@@ -196,9 +196,19 @@ class Shape(_Sizes):
         return self.shared * self.value_slices
 
     @property
+    def parts(self) -> int:
+        """Of dq and of dk, which a launch behind the walks adds up; 1: the walks leave the results."""
+        return self.group // self.shared if self.is_wide else self.group * self.value_slices
+
+    @property
     def partial(self) -> tuple[int, int, int, int]:
-        """Of what the walks over the states leave of dq and dk, [B, T, HV / shared, K]."""
-        return self.batch, self.seq, self.heads // self.shared, self.dim_k
+        """Of what the walks leave of dq and dk, [B, T, parts of all heads of q, K]."""
+        return self.batch, self.seq, self.heads // self.group * self.parts, self.dim_k
+
+    @property
+    def of_parts(self) -> Shape:
+        """As the launch that adds them up takes it."""
+        return self._replace(heads=self.partial[2], group=self.parts)
 
     @property
     def matrix_bytes(self) -> int:
@@ -281,15 +291,21 @@ class Shape(_Sizes):
 
 
 class Places(NamedTuple):
-    """What the backward reads and leaves besides the call's own tensors, at prepared addresses.
+    """What the backward reads and leaves, at prepared addresses.
 
     Attributes:
+        q, k, gates: of the call; gates: the log decay and beta.
+        writes: those that the forward has kept.
         do, dht: the gradients of the output, and of the final state, 0 for none.
         dq, dk, dv, dg: the results; dg is None where it is not wanted.
         dh0: that of the initial state, 0 for none.
         strengths: sums for dbeta.
     """
 
+    q: Operand
+    k: Operand
+    gates: tuple[Gate, Gate]
+    writes: Operand
     do: Operand
     dht: int
     dq: Operand

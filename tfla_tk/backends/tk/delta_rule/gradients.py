@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Left, Places, Shape, gate_at
-from tfla_tk.backends.tk.operands import Operand
-from tfla_tk.backends.tk.prepared import Launch, Scratch, operand_at
+from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Left, Places, Shape
+from tfla_tk.backends.tk.prepared import Launch, Scratch
+from tfla_tk.backends.tk.scalar_gate.walks import FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DELTA_DECAY_CHUNKS
-
-_FLOAT = 4  # bytes
 
 
 def launch_gradients(
@@ -20,7 +18,6 @@ def launch_gradients(
     core: DeltaRuleCore,
     at: Any,
     left: Left,
-    writes: Operand,
     places: Places,
     scratch: Scratch,
 ) -> list[Launch]:
@@ -29,13 +26,12 @@ def launch_gradients(
 
     Args:
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
-        left: what the forward has kept. writes: among it.
+        left: what the forward has kept.
         scratch: gets places of what the launches leave for each other.
     """
     kernel = build.load(instances.DELTA_RULE)
     of = shape.with_offsets(at.cu_seqlens, shape.split)
-    q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
-    gates = gate_at(at.g, core.g), gate_at(at.beta, core.beta)
+    q, k, gates, writes, *_ = places
     carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
     leads = left.leads + shape.leads_bytes if carried_at else 0  # behind the segments
     launches: list[Launch] = []
@@ -48,24 +44,24 @@ def launch_gradients(
             kernel.carry(of, carried_at, leads, left.maps, True),
         ]  # fmt: skip
     heads = shape.batch * shape.heads
-    parts, of_floats = shape.group * shape.value_slices, shape.value_slices > 1
+    of_floats = shape.value_slices > 1
     dq, dk = places.dq, places.dk
-    if parts > 1:
-        size = (shape.batch, shape.seq, shape.heads * shape.value_slices, shape.dim_k)
-        dq, dk = (scratch.take_dense(size, _FLOAT if of_floats else core.q.itemsize) for _ in range(2))
+    if shape.parts > 1:
+        itemsize = FLOAT if of_floats else core.q.itemsize
+        dq, dk = (scratch.take_dense(shape.partial, itemsize) for _ in range(2))
     token_sums = flows = 0
     if places.dg is not None:
-        token_sums = scratch.take(3 * shape.value_slices * heads * shape.seq * _FLOAT)
-        flows = scratch.take(shape.value_slices * heads * shape.slots * _FLOAT)
+        token_sums = scratch.take(3 * shape.value_slices * heads * shape.seq * FLOAT)
+        flows = scratch.take(shape.value_slices * heads * shape.slots * FLOAT)
     launches.append(
         kernel.gradients(
             of, q, k, places.do, writes, dq, dk, places.dv, *gates, left.matrices, left.states, places.dht,
             places.dh0, carried_at, leads, places.strengths, token_sums, flows, core.scale,
         )
     )  # fmt: skip
-    if parts > 1:
-        of_parts = shape._replace(heads=shape.heads * shape.value_slices, group=parts)
-        launches.append(kernel.combine(of_parts.with_offsets(0), dq, dk, places.dq, places.dk, of_floats))
+    if shape.parts > 1:
+        of_parts = shape.of_parts.with_offsets(0)
+        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, of_floats))
     if places.dg is not None:
         of_chunks = shape.with_offsets(at.cu_seqlens, shape.cut_into(DELTA_DECAY_CHUNKS))
         launches.append(kernel.decay(of_chunks, shape.slots, gates[0], places.dg, token_sums, flows))

@@ -27,13 +27,13 @@ def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
         left = "paired left" if shape.turns == 2 else "left"
         found += [instances.delta_mirror(tile, half, shape.mirror_walkers)]
         found += [instances.delta_states(walk, half) for walk in (left, "right")]
-        parts, of_dg = shape.group // shape.shared, instances.mlstm_bwd_gates(decay=True)
+        of_dg = instances.mlstm_bwd_gates(decay=True)
     else:
         found.append(instances.delta_gradients(half, needs_dg))
         if shape.carried:
             found += [instances.delta_mirror(tile, half, shape.mirror_walkers), instances.delta_carry()]
-        parts, of_dg = shape.group * shape.value_slices, instances.delta_decay()
-    if parts > 1:
+        of_dg = instances.delta_decay()
+    if shape.parts > 1:
         found.append(instances.delta_combine(half))
     return found + ([of_dg] if needs_dg else [])
 

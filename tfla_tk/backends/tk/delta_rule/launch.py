@@ -304,8 +304,8 @@ class Walks:
     ) -> None:
         shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
-        has_dg = needs_dg and given.g is not None
-        kernel = build.load(instances.DELTA_RULE, *kernels.of_backward(shape, needs_dg=has_dg))
+        g = given.g if needs_dg else None
+        kernel = build.load(instances.DELTA_RULE, *kernels.of_backward(shape, needs_dg=g is not None))
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
@@ -315,17 +315,24 @@ class Walks:
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
         scratch = Scratch(addresses.next())
-        writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
         parts = shape.strength_parts
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
-        dg = (
-            gate_at(dg_at, torch.empty_like(given.g, device="meta"))
-            if needs_dg and given.g is not None
-            else None
+        places = Places(
+            q=operand_at(at.q, core.q),
+            k=operand_at(at.k, core.k),
+            gates=(gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
+            writes=operand_at(left.writes, torch.empty(core.v.shape, device="meta")),
+            do=operand_at(do_at, do),
+            dht=dht_at,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dg=None if g is None else gate_at(dg_at, torch.empty_like(g, device="meta")),
+            dh0=dh0_at,
+            strengths=parts_at,
         )
-        places = Places(operand_at(do_at, do), dht_at, dq, dk, dv, dg, dh0_at, parts_at)
         launch = launch_wide if shape.is_wide else launch_gradients
-        launches = launch(shape, core, at, left, writes, places, scratch)
+        launches = launch(shape, core, at, left, places, scratch)
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize

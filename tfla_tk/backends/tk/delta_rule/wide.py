@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Left, Places, Shape, gate_at
-from tfla_tk.backends.tk.operands import Operand
-from tfla_tk.backends.tk.prepared import Launch, Scratch, operand_at
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Left, Places, Shape
+from tfla_tk.backends.tk.prepared import Launch, Scratch
 from tfla_tk.backends.tk.scalar_gate.walks import ALIGNMENT, FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -37,11 +36,10 @@ class Sums(NamedTuple):
     @staticmethod
     def of(shape: Shape, anchor_bytes: int, workspace_bytes: int) -> Sums:
         """The offsets."""
-        heads = shape.batch * shape.heads
-        parts = heads * shape.sum_parts, heads * shape.sum_parts  # of each walk
-        flows = parts[0] * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * FLOAT
-        whole, inter = ([x * size for x in parts] for size in (shape.seq * FLOAT, shape.slots * 2 * FLOAT))
-        sizes = (workspace_bytes, anchor_bytes, 2 * flows, *whole, *inter)
+        parts = shape.batch * shape.heads * shape.sum_parts  # of each walk
+        flows = parts * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * FLOAT
+        whole, inter = parts * shape.seq * FLOAT, parts * shape.slots * 2 * FLOAT
+        sizes = (workspace_bytes, anchor_bytes, 2 * flows, whole, whole, inter, inter)
         at = [0]
         for size in sizes:
             at.append(at[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
@@ -63,7 +61,6 @@ def launch_wide(
     core: DeltaRuleCore,
     at: Any,
     left: Left,
-    writes: Operand,
     places: Places,
     scratch: Scratch,
 ) -> list[Launch]:
@@ -71,13 +68,12 @@ def launch_wide(
 
     Args:
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
-        left: what the forward has kept. writes: among it.
+        left: what the forward has kept.
         scratch: gets places of what the launches leave for each other.
     """
     kernel = build.load(instances.DELTA_RULE)
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
-    q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
-    gates = gate_at(at.g, core.g), gate_at(at.beta, core.beta)
+    q, k, gates, writes, *_ = places
     d_borders = scratch.take(shape.states_bytes(shape.borders, shape.dim_v))
     mirror = kernel.mirror(
         shape.with_offsets(at.cu_seqlens), q, k, places.do, writes, places.dv, *gates,
@@ -86,8 +82,7 @@ def launch_wide(
     )  # fmt: skip
     # the walks over the states leave the results, or parts of them that are added up
     dq, dk = places.dq, places.dk
-    is_combined = shape.shared < shape.group
-    if is_combined:
+    if shape.parts > 1:
         dq, dk = (scratch.take_dense(shape.partial, core.q.itemsize) for _ in range(2))
     part_of_dk = scratch.take_dense(shape.partial, core.q.itemsize)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
@@ -122,7 +117,7 @@ def launch_wide(
                 (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
             )
         )  # fmt: skip
-    if is_combined:
-        of_parts = shape._replace(heads=shape.partial[2], group=shape.group // shape.shared)
-        launches.append(kernel.combine(of_parts.with_offsets(0), dq, dk, places.dq, places.dk, False))
+    if shape.parts > 1:
+        of_parts = shape.of_parts.with_offsets(0)
+        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, False))
     return launches
