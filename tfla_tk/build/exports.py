@@ -15,6 +15,7 @@ EXPECTED: dict[str, Any] = {
     "SEGMENT_CHUNKS": layout.SEGMENT_CHUNKS,
     "DELTA_SLICE_COLUMNS": layout.DELTA_SLICE_COLUMNS,
     "DELTA_DECAY_CHUNKS": layout.DELTA_DECAY_CHUNKS,
+    "DELTA_KEYS_WARPS": layout.DELTA_KEYS_WARPS,
     "GRADIENTS": layout.GRADIENTS,
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
     "ADDRESS_BITS": layout.ADDRESS_BITS,

@@ -14,6 +14,7 @@ DELTA_ANCHOR_CHUNKS = 4  # the same of the delta rule
 SEGMENT_CHUNKS = 16  # of a segment of the delta rule's walks over the states
 DELTA_SLICE_COLUMNS = 128  # of V, of a CTA of the delta rule's walks for dq and dk
 DELTA_DECAY_CHUNKS = 8  # of a CTA of the kernel that makes dg
+DELTA_KEYS_WARPS = 4  # of a CTA of the one walk that makes dq, dk and dv: those that make dq and dk
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of kernels' instances

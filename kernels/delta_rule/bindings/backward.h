@@ -12,8 +12,8 @@ void place(DeltaMirrorParams& x, const Addresses& at) {
 }
 
 void place(DeltaGradientsParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dq, x.dk, x.dv, x.g, x.beta, x.a, x.states);
-    at.all(x.d_last, x.d_initial, x.carried, x.leads, x.strengths, x.token_sums, x.flows);
+    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dq, x.dk, x.turns, x.dv, x.g, x.beta, x.a);
+    at.all(x.states, x.d_last, x.d_initial, x.carried, x.leads, x.strengths, x.token_sums, x.flows);
 }
 
 void place(DeltaDecayParams& x, const Addresses& at) {
@@ -43,12 +43,12 @@ DeltaMirrorParams read_mirror(Arguments& x) {
     return p;
 }
 
-// shape, q, k, dout, writes, dq, dk, dv, g, beta, A, states, d_last, d_initial, carried, leads, strengths,
-// token_sums, flows, scale. Address 0 of d_last, d_initial: none; of carried, leads: no split; of token_sums,
-// flows: not wanted.
+// shape, q, k, dout, writes, dq, dk, turns, dv, g, beta, A, states, d_last, d_initial, carried, leads,
+// strengths, token_sums, flows, scale. Address 0 of d_last, d_initial: none; of carried, leads: no split; of
+// turns: V is one slice; of token_sums, flows: not wanted.
 DeltaGradientsParams read_gradients(Arguments& x) {
     DeltaGradientsParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand()};
-    p.dq = x.operand(), p.dk = x.operand(), p.dv = x.operand();
+    p.dq = x.operand(), p.dk = x.operand(), p.turns = x.pointer<int>(), p.dv = x.operand();
     p.g = x.gate(), p.beta = x.gate();
     p.a = x.pointer<void>(), p.states = x.pointer<void>();
     p.d_last = x.pointer(), p.d_initial = x.pointer(), p.carried = x.pointer(), p.leads = x.pointer<int>();
@@ -91,7 +91,8 @@ inline Launcher functions_of_delta_backward() {
              prepares<&delta_inputs_backward, &read_inputs_backward>("inputs_backward")},
             {{"INPUT_TOKENS", kInputTokens},
              {"DELTA_DECAY_CHUNKS", kDecayChunks},
-             {"DELTA_SLICE_COLUMNS", kSliceColumns}}};
+             {"DELTA_SLICE_COLUMNS", kSliceColumns},
+             {"DELTA_KEYS_WARPS", kKeysWarps}}};
 }
 
 }  // namespace tfla_tk

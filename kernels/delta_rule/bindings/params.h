@@ -131,9 +131,10 @@ struct DeltaMirrorParams {
 struct DeltaGradientsParams {
     DeltaShape shape;
     Operand q, k, dout, writes;  // writes: U', rounded, of a forward that leaves states
-    // Of every head of v. Where V has several slices of 128 columns, of every slice, too, [B, S, heads *
-    // slices, K], and fp32: a sum of parts that are rounded to bf16 would be less accurate than FLA's
+    // Of every head of v. Where V has several slices of 128 columns, [B, S, heads, K] in fp32, which the
+    // slices add up in turns: a sum of parts that are rounded to bf16 would be less accurate than FLA's
     Operand dq, dk;
+    int* turns;  // workspace for that: a ticket, then [batch, heads, slots]
     Operand dv;
     Gate g, beta;
     void *a, *states;  // as the forward leaves them
@@ -142,7 +143,7 @@ struct DeltaGradientsParams {
     const int* leads;
     float* strengths;  // [V / 16, batch, heads, seq]: sums for dbeta
     // for dg, null: not wanted. Sums per token, [3 * slices, batch, heads, seq]: q.dq; k.left - k.right; of
-    // k.right what goes through dS. Per chunk e^{b_L} <S, dS>, [slices, batch, heads, slots]
+    // k.right what goes through dS. Per chunk e^{b_L} <S, dS>, [kKeysWarps * slices, batch, heads, slots]
     float *token_sums, *flows;
     float scale;
 };
@@ -156,6 +157,7 @@ struct DeltaDecayParams {
 };
 constexpr int kDecayChunks = 8;
 constexpr int kSliceColumns = 128;  // of V, of a CTA of that walk
+constexpr int kKeysWarps = 4;       // of that CTA, that make dq and dk
 
 // The walks of the forward that leave nothing but states, of every segment but the last one of heads that are
 // carried:

@@ -17,6 +17,7 @@ OTHERS = {
     "SEGMENT_CHUNKS": 32,
     "DELTA_SLICE_COLUMNS": 64,
     "DELTA_DECAY_CHUNKS": 4,
+    "DELTA_KEYS_WARPS": 8,
     "GRADIENTS": {"dq": 1, "dk": 0, "dv": 2},
     "DTYPES": {"float32": 0, "bfloat16": 2, "float16": 1},
     "ADDRESS_BITS": 32,

@@ -33,7 +33,7 @@ ARGUMENTS = {
         *("strengths", "d_last", "d_initial", "carried", "leads", "borders", "scale", "walkers"),
     ),
     "gradients": (
-        *("shape", "q", "k", "dout", "writes", "dq", "dk", "dv", *GATES, "a", "states"),
+        *("shape", "q", "k", "dout", "writes", "dq", "dk", "turns", "dv", *GATES, "a", "states"),
         *("d_last", "d_initial", "carried", "leads", "strengths", "token_sums", "flows", "scale"),
     ),
     "decay": ("shape", "slots", "g", "dg", "token_sums", "flows"),
@@ -122,11 +122,9 @@ class Arguments:
         """Of V in the walks for dq and dk."""
         return -(-self.dim_v // DELTA_SLICE_COLUMNS)
 
-    def parts(self, x: tuple[int, ...]) -> Tensor:
-        """[B, T, HV, slices, K]; fp32 of several slices."""
-        dtype = torch.float32 if self.slices > 1 else self.dtype
-        heads = self.heads * self.slices
-        return self.operand(x, self.dim_k, heads, dtype).unflatten(2, (self.heads, -1))
+    def results(self, x: tuple[int, ...]) -> Tensor:
+        """[B, T, HV, K]; fp32 where V has several slices."""
+        return self.operand(x, self.dim_k, dtype=torch.float32 if self.slices > 1 else None)
 
     def kept_states(self, at: int) -> Tensor:
         """[B, HV, slots, V, K] of the states that enter chunks."""

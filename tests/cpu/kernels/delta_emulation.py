@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch
-from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_SLICE_COLUMNS
+from tfla_tk.core.layout import (
+    DELTA_ANCHOR_CHUNKS,
+    DELTA_DECAY_CHUNKS,
+    DELTA_KEYS_WARPS,
+    DELTA_SLICE_COLUMNS,
+)
 from tfla_tk.core.memo import Memo
 
 from .addresses import CHUNK, bounds_at, chunk_slots
@@ -320,7 +326,10 @@ class Kernel(BeforeWalks):
         """From the gradient of the state behind a chunk to that of the state before it."""
         q, k, g, beta = x.inputs
         writes, dv = (x.operand(y, x.dim_v) for y in (x.of.writes, x.of.dv))
-        dq, dk = x.parts(x.of.dq), x.parts(x.of.dk)
+        dq, dk = x.results(x.of.dq), x.results(x.of.dk)
+        assert bool(x.of.turns) == (x.slices > 1)
+        if x.of.turns:
+            x.tensor(x.of.turns, torch.int32, (1 + x.batch * x.heads * x.slots,)).zero_()
         strengths = x.floats(x.of.strengths, -(-x.dim_v // WARP), x.batch, x.heads, x.seq)
         assert bool(x.of.token_sums) == bool(x.of.flows)
         sums = x.floats(x.of.token_sums, 3, x.slices, x.batch, x.heads, x.seq) if x.of.flows else None
@@ -329,11 +338,11 @@ class Kernel(BeforeWalks):
             g[row, chunk.start : chunk.stop, heads].flip(0).cumsum(0).flip(0).exp()
         )  # over later tokens, too
         if x.of.flows:
-            flows = x.floats(x.of.flows, x.slices, x.batch, x.heads, x.slots)
-            flow = kept[0, :, None, None] * state * gradient
-            flows[:, row, heads, slot] = torch.stack(
-                [y.sum((1, 2)) for y in flow.split(DELTA_SLICE_COLUMNS, -1)]
-            )
+            flows = x.floats(x.of.flows, DELTA_KEYS_WARPS * x.slices, x.batch, x.heads, x.slots)
+            flow = (kept[0, :, None, None] * state * gradient).sum(1)
+            columns = DELTA_SLICE_COLUMNS // DELTA_KEYS_WARPS
+            flow = pad(flow, (0, x.slices * DELTA_SLICE_COLUMNS - x.dim_v)).unflatten(1, (-1, columns))
+            flows[:, row, heads, slot] = flow.sum(2).mT
         states, behind_chunk = [], gradient  # before each token with its decay, and behind it
         for t in chunk:
             before = state * g[row, t, heads, None, None].exp()
@@ -353,7 +362,8 @@ class Kernel(BeforeWalks):
             self.leave_strengths(strengths[:, row, :, t], dy * u, heads)
             of_q = x.of.scale * of_slices(behind, x.dout[row, t, heads])
             left, right = -of_slices(before, by * dy), of_slices(of_behind, by * u)
-            dq[row, t, heads], dk[row, t, heads] = of_q.to(dq.dtype), (left + right).to(dk.dtype)
+            dq[row, t, heads] = of_q.sum(1).to(dq.dtype)
+            dk[row, t, heads] = (left + right).sum(1).to(dk.dtype)
             if sums is not None:
                 later = kept[t - chunk.start] / g[row, t, heads].exp()
                 through = later[:, None, None] * of_slices(behind_chunk, by * u)
@@ -364,7 +374,8 @@ class Kernel(BeforeWalks):
     def compute_decay(self, x: Arguments) -> None:
         assert x.of.slots == x.slots and x.cut[4] == DELTA_DECAY_CHUNKS
         of_q, of_k, through = x.floats(x.of.token_sums, 3, x.slices, x.batch, x.heads, x.seq).sum(1)
-        flows, dg = x.floats(x.of.flows, x.slices, x.batch, x.heads, x.slots).sum(0), x.written_gate(x.of.dg)
+        flows = x.floats(x.of.flows, DELTA_KEYS_WARPS * x.slices, x.batch, x.heads, x.slots).sum(0)
+        dg = x.written_gate(x.of.dg)
         for row, tokens, slot in chunks_of(x):
             own = (of_q + of_k)[row, :, tokens].flip(-1).cumsum(-1).flip(-1)
             flow = flows[row, :, slot] + through[row, :, tokens].sum(-1)

@@ -28,26 +28,28 @@ template <class Type, bool kDecays> struct GradientsConfig {
 };
 
 struct GradientsGlobals : WalkGlobals {
-    TensorMap dout, writes;      // boxes of a chunk
-    TensorMap states;            // boxes of a state
-    ResultMaps dq, dk;           // where V is one slice
-    float *dq_parts, *dk_parts;  // else
+    TensorMap dout, writes;    // boxes of a chunk
+    TensorMap states;          // boxes of a state
+    ResultMaps dq, dk;         // where V is one slice
+    float *dq_sums, *dk_sums;  // else: what slices have added up so far
+    int* turns;                // see turns.cuh; null where V is one slice
     ResultMaps dv;
     int slices;                // of V
     int64_t rows, chunk_rows;  // batch * heads * seq, batch * heads * slots
     float* strengths;          // [V / 16, rows]: sums for dbeta
     float* token_sums;         // [3 slices, rows]: q.dq; k.left - k.right; of k.right what goes through dS
-    float* flows;              // [slices, batch * heads, slots]: e^{b_L} <S, dS> of each chunk
+    float* flows;              // [parts, batch * heads, slots]: e^{b_L} <S, dS> of each chunk
 };
 
 // The task of a CTA: a segment of a sequence, a head, a slice of V.
 struct GradientsTask : WalkTask {
     int slice;
+    int64_t batch_head;
 
     // Called by whole warps.
     template <class C> __device__ static inline GradientsTask of_block(const GradientsGlobals& g, int block) {
         const WalkTask task = WalkTask::of_block<C>(g, block);
-        return {task, task.column / C::kDimV};
+        return {task, task.column / C::kDimV, static_cast<int64_t>(task.batch) * g.heads + task.head};
     }
 };
 
@@ -92,7 +94,7 @@ template <class C> struct GradientsMemory {
         for (int i = 0; i < C::kStages; i++) {
             init_semaphore(arrived[i], 4);
             init_warp_barrier(gates_ready[i], 1);
-            init_warp_barrier(free[i], kAll + C::kMakesSums);
+            init_warp_barrier(free[i], kAll);
             init_warp_barrier(dout_read[i], kOfKeys);
             init_warp_barrier(queries_read[i], kOfWalkers);
             init_warp_barrier(keys_read[i], kOfWalkers);
@@ -101,9 +103,9 @@ template <class C> struct GradientsMemory {
             init_warp_barrier(dq_dk_ready[i], kOfKeys);
         }
         init_semaphore(state_arrived, 1);
-        init_warp_barrier(state_free, kOfKeys + C::kMakesSums);
+        init_warp_barrier(state_free, kOfKeys);
         init_warp_barrier(gradient_ready, kOfWalkers);
-        init_warp_barrier(gradient_free, kOfKeys + C::kMakesSums);
+        init_warp_barrier(gradient_free, kOfKeys);
         init_semaphore(a_arrived, 1);
         init_warp_barrier(a_free, kOfWalkers);
         init_warp_barrier(reads_ready, kOfWalkers);

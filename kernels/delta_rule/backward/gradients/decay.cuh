@@ -37,8 +37,8 @@ __global__ __launch_bounds__(kDecayThreads) void delta_decay_kernel(
         const mlstm::LaneTokens lane(0, tokens);
         float flow = 0.f;
         const int slices = (shape.dim_v + kSliceColumns - 1) / kSliceColumns;
-        if (const int slice = fresh_laneid(); slice < slices)
-            flow = p.flows[(slice * heads + of_head) * slots + slot];
+        for (int part = fresh_laneid(); part < kKeysWarps * slices; part += 32)
+            flow += p.flows[(part * heads + of_head) * slots + slot];
         float2 sums{0.f, 0.f};
         auto sum_of = [&](int part) {
             return lane.load(p.token_sums + (part * heads + of_head) * shape.seq + first_row, 0.f);

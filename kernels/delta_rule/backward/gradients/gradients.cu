@@ -32,6 +32,7 @@ template <class C> void launch_gradients(const DeltaGradientsParams& p, cudaStre
         of_result(p.dk),
         static_cast<float*>(p.dq.data),
         static_cast<float*>(p.dk.data),
+        slices > 1 ? p.turns : nullptr,
         maps.of_result(p.dv),
         slices,
         heads * s.seq,
@@ -40,6 +41,9 @@ template <class C> void launch_gradients(const DeltaGradientsParams& p, cudaStre
         p.token_sums,
         p.flows,
     };
+    if (g.turns)
+        check_launch(cudaMemsetAsync(g.turns, 0, (1 + g.chunk_rows) * sizeof(int), stream),
+                     "delta_gradients");
     launch<delta_gradients_kernel<C>, sizeof(GradientsMemory<C>)>(
         g, walk_grid(g, "delta_gradients"), C::kThreads, s.device, stream, "delta_gradients");
 }

@@ -2,10 +2,10 @@
 // The forward has left the state that enters each chunk, so q, k, the writes and dO are read once. One CTA
 // owns a (segment of a sequence, head of v, 128 columns of V):
 //   producer    loads q, k, dO, the writes, A and the states; scans the gates; stores dq, dk and dV, which
-//               take the places of q, k and dO; makes <S, dS> of each chunk
+//               take the places of q, k and dO
 //   walkers     two, dS in registers: dV and the scores (walker.cuh)
 //   keys        one warpgroup: dq and dk (keys.cuh)
-// Heads of v that share a head of q, and slices of V, leave a part of dq and dk each.
+// Heads of v that share a head of q leave a part of dq and dk each. Slices of V add up theirs in turns.
 #pragma once
 
 #include "common/kernel.cuh"
@@ -22,7 +22,7 @@ __global__ __launch_bounds__(C::kThreads,
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         auto& smem = *reinterpret_cast<GradientsMemory<C>*>(shared_memory);
         const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-        if (!begin_task<C>(g, smem, blockIdx.x,
+        if (!begin_task<C>(g, smem, block_of_gradients(g),
                            [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.states.prefetch(); }))
             return;
         if (warpgroup_id == 0) {

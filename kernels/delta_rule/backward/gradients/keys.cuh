@@ -2,14 +2,14 @@
 //   dq = s e^b (dO S^T) + R K
 //   right = e^{b_L - b} beta (U' dS^T) + R^T Q + E^T K    left = -e^b (dV S^T) + E K    dk = left + right
 // Per chunk, a GEMM always in flight while another's result is scaled or summed:
-//   1. Issue dO S^T and U' dS^T. Scale the first and issue dq += R K. Scale the second, whose sums with k are
-//      those through dS, and issue right += R^T Q.
-//   2. The sums q.dq. dq takes the place of q. Parts of several slices of V go to device memory instead.
+//   1. Issue dO S^T and U' dS^T; under them <S, dS>. Scale the first and issue dq += R K. Scale the second,
+//      whose sums with k are those through dS, and issue right += R^T Q.
+//   2. The sums q.dq. dq takes the place of q. Several slices of V add up theirs in device memory instead.
 //   3. Issue dV S^T and right += E^T K. Scale the first and issue left += E K. Under it the sums k.right.
-//   4. The sums k.left. dk takes the place of k, or is a part, too.
+//   4. The sums k.left. dk takes the place of k, or is added up, too.
 #pragma once
 
-#include "delta_rule/backward/gradients/config.cuh"
+#include "delta_rule/backward/gradients/turns.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -95,9 +95,8 @@ template <class C> struct GradientsOfKeys {
         const int tokens = task.tokens - chunk * kChunk;
         sums = {quad_sum(sums.x), quad_sum(sums.y)};
         if (lane % 4 != 0 || !task.owns(chunk)) return;
-        float* const to = g.token_sums + (which * g.slices + task.slice) * g.rows +
-                          (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq + task.first_row +
-                          chunk * kChunk;
+        float* const to = g.token_sums + (which * g.slices + task.slice) * g.rows + task.batch_head * g.seq +
+                          task.first_row + chunk * kChunk;
         if (row < tokens) to[row] = sums.x;
         if (row + 8 < tokens) to[row + 8] = sums.y;
     }
@@ -107,8 +106,33 @@ template <class C> struct GradientsOfKeys {
         add_row_sums<false>(sums, result, by);
         store_sums(which, step, sums);
     }
-    // A result in the place of q or k, for the producer to store, or as a part in device memory.
-    __device__ inline void store(Tile& tile, float* parts, int step, const Result& result) const {
+    // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike.
+    __device__ inline void leave_flow(int step, const GradientsGates& gates) const {
+        using State = typename C::State;
+        const uint32_t rows = panel_offset(2 * own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
+        float2 sum{0.f, 0.f};
+        each<0, C::kDimV / kKeysWarps / 16>([&](int i) {
+            each<0, C::kDimK / 16>([&](int j) {
+                const uint32_t offset = step_of(rows, j) + 16 * i * kPanelColumns * sizeof(T);
+                T2 x[4], y[4];
+                kittens::move<T2>::ldsm4(x[0], x[1], x[2], x[3], shared_address(&smem.state) + offset);
+                kittens::move<T2>::ldsm4(y[0], y[1], y[2], y[3], shared_address(&smem.gradient) + offset);
+                each<0, 4>([&](int k) {
+                    const float2 s = to_float2(x[k]), ds = to_float2(y[k]);
+                    sum = {fmaf(s.x, ds.x, sum.x), fmaf(s.y, ds.y, sum.y)};
+                });
+                asm volatile("" : "+f"(sum.x), "+f"(sum.y)::"memory");
+            });
+        });
+        const GradientsTask& task = smem.task;
+        const int chunk = task.chunks - 1 - anew(step), part = kKeysWarps * task.slice + own_row() / 16;
+        const float flow = gates.decay * warp_sum(sum.x + sum.y);
+        if (fresh_laneid() == 0 && task.owns(chunk))
+            g.flows[part * g.chunk_rows + task.batch_head * g.slots + task.first_slot + chunk] = flow;
+    }
+
+    // A result in the place of q or k, for the producer to store. With several slices of V: added to `sums`.
+    __device__ inline void store(Tile& tile, float* sums, int step, const Result& result) const {
         if (g.slices == 1) return store_panels<T, kChunk>(shared_address(&tile), own_row(), result);
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), lane = fresh_laneid();
@@ -117,11 +141,14 @@ template <class C> struct GradientsOfKeys {
             const int row = chunk * kChunk + own_row() + lane / 4 + 8 * half;
             if (row >= task.tokens) return;
             const int64_t token = static_cast<int64_t>(task.batch) * g.seq + task.first_row + row;
-            float* const to =
-                parts + ((token * g.heads + task.head) * g.slices + task.slice) * g.dim_k + 2 * (lane % 4);
+            float* const to = sums + (token * g.heads + task.head) * g.dim_k + 2 * (lane % 4);
             each<0, 2 * Result::width>([&](int j) {
-                if (8 * j < g.dim_k)
-                    *reinterpret_cast<float2*>(to + 8 * j) = result.tiles[0][j / 2].data[j % 2 * 2 + half];
+                if (8 * j >= g.dim_k) return;
+                const float2 pair = result.tiles[0][j / 2].data[j % 2 * 2 + half];
+                if (task.slice == 0)
+                    *reinterpret_cast<float2*>(to + 8 * j) = pair;
+                else
+                    add_pair(to + 8 * j, pair);
             });
         });
     }
@@ -135,6 +162,7 @@ template <class C> struct GradientsOfKeys {
         issue_through(of_state, smem.douts[slot], smem.state);
         wait(smem.gradient_ready, step & 1);
         issue_through(rest, smem.writes[slot], smem.gradient);
+        if constexpr (C::kMakesSums) leave_flow(step, gates);
         warpgroup::mma_async_wait<1>();
         pin(of_state);
         arrive_warp(smem.dout_read[slot]);
@@ -156,7 +184,7 @@ template <class C> struct GradientsOfKeys {
         arrive_warp(smem.reads_free);
         wait(smem.queries_read[slot], phase);
         meet();  // all warps have read q
-        store(queries, g.dq_parts, step, of_state);
+        store(queries, g.dq_sums, step, of_state);
         // 3
         wait(smem.dv_ready[slot], phase);
         issue_through(of_state, smem.douts[slot], smem.state);
@@ -192,9 +220,10 @@ template <class C> struct GradientsOfKeys {
             });
         });
         if constexpr (C::kMakesSums) store_sums(1, step, sums);
-        store(keys, g.dk_parts, step, of_state);
+        store(keys, g.dk_sums, step, of_state);
         fence_async_proxy();
         arrive_warp(smem.dq_dk_ready[slot]);
+        end_turn(g, smem.task, smem.task.chunks - 1 - anew(step));
         arrive_warp(smem.free[slot]);
     }
 

@@ -2,53 +2,11 @@
 // last chunk to the first.
 #pragma once
 
-#include "delta_rule/backward/gradients/config.cuh"
+#include "delta_rule/backward/gradients/turns.cuh"
 
 namespace tfla_tk::delta_rule {
 
-// Leaves e^{b_L} <S, dS> of a step's chunk, both rounded, for the gradient of the log decay: the trace of S
-// dS^T by mma.sync, of which no more than the blocks on the diagonal are made.
-template <class C>
-__device__ inline void leave_flow(const GradientsGlobals& g, GradientsMemory<C>& smem, int step) {
-    using T2 = typename base_types::packing<typename C::T>::packed_type;
-    const GradientsTask& task = smem.task;
-    wait(smem.gradient_ready, step & 1);
-    wait(smem.state_arrived, step & 1);
-    // of 16 rows; these two tiles lie alike
-    const uint32_t unit = panel_offset(fresh_laneid() % 16, fresh_laneid() / 16);
-    const int columns = min(g.dim_v - task.column, C::kDimV);
-    float2 upper[2]{}, lower[2]{};  // products of the first eight rows with the same ones; of the others
-#pragma unroll 1
-    for (int column = 0; column < columns; column += 16)
-#pragma unroll 2
-        for (int k = 0; 16 * k < g.dim_k; k++) {
-            const uint32_t offset =
-                ((unit + column * kPanelColumns * 2) ^ (k % 4 * 32)) + k / 4 * C::State::panel_bytes;
-            T2 x[4], y[4];
-            kittens::move<T2>::ldsm4(x[0], x[1], x[2], x[3], shared_address(&smem.state) + offset);
-            kittens::move<T2>::ldsm4(y[0], y[1], y[2], y[3], shared_address(&smem.gradient) + offset);
-            auto multiply = [&](float2(&to)[2], T2 low, T2 high) {
-                warp::hmma16816(to[0], to[1], x[0], x[1], x[2], x[3], low, high, to[0], to[1]);
-            };
-            multiply(upper, y[0], y[2]), multiply(lower, y[1], y[3]);
-        }
-    arrive_warp(smem.state_free);
-    arrive_warp(smem.gradient_free);
-    // of the diagonals' elements that this lane has
-    const int row = fresh_laneid() / 4, first = 2 * (fresh_laneid() % 4);
-    const float own = row == first       ? upper[0].x + lower[1].x
-                      : row == first + 1 ? upper[0].y + lower[1].y
-                                         : 0.f;
-    const int slot = Use<C::kStages>(step).slot;
-    const float flow = smem.gates[slot].decay * warp_sum(own);
-    arrive_warp(smem.free[slot]);
-    const int chunk = task.chunks - 1 - step;
-    const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
-    if (fresh_laneid() == 0 && task.owns(chunk))
-        g.flows[task.slice * g.chunk_rows + head * g.slots + task.first_slot + chunk] = flow;
-}
-
-// One warp: A, the states and, a chunk ahead, the writes; between the loads the flows.
+// One warp: A, the states and, a chunk ahead, the writes.
 template <class C> __device__ inline void load_states(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
@@ -67,25 +25,27 @@ template <class C> __device__ inline void load_states(const GradientsGlobals& g,
         __syncwarp();
         wait_free(smem.state_free, step & 1);
         if (fresh_laneid() == 0) {
-            const int state = (task.batch * g.heads + task.head) * g.slots + task.first_slot + chunk;
+            const int state = task.batch_head * g.slots + task.first_slot + chunk;
             tma::expect_bytes(smem.state_arrived, C::State::loaded_bytes);
             load_panels(smem.state, g.states, smem.state_arrived, 0, task.column, state, 0);
         }
         __syncwarp();
         load_writes(step + 1);
-        if constexpr (C::kMakesSums) leave_flow(g, smem, step);
     }
 }
 
-// One warp; a lane has two tokens. NOTES: it is two chunks ahead of who needs the factors, so it loads no
-// chunk's gates before it needs them, which saves registers.
+// One warp; a lane has two tokens. It also waits for this slice's turn: who has a chunk's gates may add to dq
+// and dk. NOTES: it is two chunks ahead of who needs the factors, so it loads no chunk's gates before it
+// needs them, which saves registers.
 template <class C> __device__ inline void scan_gates(const GradientsGlobals& g, GradientsMemory<C>& smem) {
-    const Task& task = smem.task;
+    const GradientsTask& task = smem.task;
     GateRegisters registers;
     GatesAhead ahead(registers, g.g, g.beta, task);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
-        ahead.load(step, task.chunks - 1 - step);
+        const int chunk = task.chunks - 1 - step;
+        await_turn(g, task, chunk);
+        ahead.load(step, chunk);
         const auto [log_decay, beta] = ahead.take(step);
         const TwoPairs b = cumulative_log2_decay(log_decay);
         const Decays decays(b);
@@ -152,7 +112,7 @@ template <class C> __device__ inline void move_values(const GradientsGlobals& g,
         });
 }
 
-// One warp: q and k, and dq and dk out of their places, but for parts of several slices of V.
+// One warp: q and k, and dq and dk out of their places where V is one slice.
 template <class C> __device__ inline void move_keys(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);

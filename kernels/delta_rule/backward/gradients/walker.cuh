@@ -40,9 +40,6 @@ template <class C> struct GradientsWalker {
     __device__ static inline int own_token() { return fresh_thread() % 128 / 32 * 16; }
     __device__ inline int own_row() const { return kWalkerColumns * walker + own_token(); }
     __device__ inline int column() const { return smem.task.column + own_row(); }
-    __device__ inline int64_t head() const {
-        return static_cast<int64_t>(smem.task.batch) * g.heads + smem.task.head;
-    }
     __device__ inline int chunk_of(int step) const { return smem.task.chunks - 1 - anew(step); }
     __device__ inline void meet() const { named_sync<128 * C::kWalkers>(NamedBarrier::walkers_meet); }
 
@@ -207,7 +204,8 @@ template <class C> struct GradientsWalker {
         });
         const int chunk = chunk_of(step), first = chunk * kChunk;
         if (!task.owns(chunk) || column() >= g.dim_v) return;
-        float* const to = g.strengths + column() / kSumColumns * g.rows + head() * g.seq + task.first_row;
+        float* const to =
+            g.strengths + column() / kSumColumns * g.rows + task.batch_head * g.seq + task.first_row;
         sums.store(to + first, task.tokens - first);
     }
 

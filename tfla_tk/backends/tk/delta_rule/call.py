@@ -197,8 +197,8 @@ class Shape(_Sizes):
 
     @property
     def parts(self) -> int:
-        """Of dq and of dk, which a launch behind the walks adds up; 1: the walks leave the results."""
-        return self.group // self.shared if self.is_wide else self.group * self.value_slices
+        """Of dq and of dk, of heads of v, which a launch behind the walks adds up."""
+        return self.group // self.shared if self.is_wide else self.group
 
     @property
     def partial(self) -> tuple[int, int, int, int]:

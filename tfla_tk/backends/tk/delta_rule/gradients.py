@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Left, Places, Shape
 from tfla_tk.backends.tk.prepared import Launch, Scratch
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import DELTA_DECAY_CHUNKS
+from tfla_tk.core.layout import DELTA_DECAY_CHUNKS, DELTA_KEYS_WARPS
 
 
 def launch_gradients(
@@ -21,8 +23,8 @@ def launch_gradients(
     places: Places,
     scratch: Scratch,
 ) -> list[Launch]:
-    """The launches: those that carry gradients of states over a split, the walk, what adds up parts of dq and
-    dk, and dg.
+    """The launches: those that carry gradients of states over a split, the walk, what makes dq and dk of
+    parts of heads or of sums in fp32, and dg.
 
     Args:
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
@@ -44,22 +46,24 @@ def launch_gradients(
             kernel.carry(of, carried_at, leads, left.maps, True),
         ]  # fmt: skip
     heads = shape.batch * shape.heads
-    of_floats = shape.value_slices > 1
+    of_floats = shape.value_slices > 1  # dq and dk: slices of V add them up
+    combines = of_floats or shape.parts > 1
     dq, dk = places.dq, places.dk
-    if shape.parts > 1:
+    if combines:
         itemsize = FLOAT if of_floats else core.q.itemsize
         dq, dk = (scratch.take_dense(shape.partial, itemsize) for _ in range(2))
+    turns = scratch.take((1 + heads * shape.slots) * torch.int32.itemsize) if of_floats else 0
     token_sums = flows = 0
     if places.dg is not None:
         token_sums = scratch.take(3 * shape.value_slices * heads * shape.seq * FLOAT)
-        flows = scratch.take(shape.value_slices * heads * shape.slots * FLOAT)
+        flows = scratch.take(DELTA_KEYS_WARPS * shape.value_slices * heads * shape.slots * FLOAT)
     launches.append(
         kernel.gradients(
-            of, q, k, places.do, writes, dq, dk, places.dv, *gates, left.matrices, left.states, places.dht,
-            places.dh0, carried_at, leads, places.strengths, token_sums, flows, core.scale,
+            of, q, k, places.do, writes, dq, dk, turns, places.dv, *gates, left.matrices, left.states,
+            places.dht, places.dh0, carried_at, leads, places.strengths, token_sums, flows, core.scale,
         )
     )  # fmt: skip
-    if shape.parts > 1:
+    if combines:
         of_parts = shape.of_parts.with_offsets(0)
         launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, of_floats))
     if places.dg is not None:
