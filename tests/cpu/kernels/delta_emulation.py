@@ -175,9 +175,6 @@ class Kernel(BeforeWalks):
         if x.of.makers == 0:
             return
         made = x.tensor(flags, torch.int32, (x.batch * x.heads * x.slots + 2,))  # and tickets
-        numbers = x.batch * x.heads * x.slots * CHUNK**2
-        assert not p or x.address(p) == x.address(a) + 2 * numbers
-        assert x.address(flags) == x.address(a) + 2 * numbers * (2 if p else 1)
         made.fill_(1)
         self.make_matrices(x, a, p)
 

@@ -116,7 +116,7 @@ def test_who_makes_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         shape = shape_of(count, 8192, heads=heads, dim=dim)
         assert (shape.makers > 0, shape.matrices) == (makers, matrices), (count, heads, dim)
-        _, p, flags = shape.matrices_at(1024)
+        _, p, flags = shape.matrices_at(1024, 2048)
         assert (p > 0, flags > 0) == (matrices == 2, makers)
 
 
@@ -297,7 +297,7 @@ def test_a_walk_is_asked_for_no_matrices_that_kernels_refuse(
             assert all(made) and 64 < dim_k <= 128 and dim_v > 64 and not fixed
             assert shape.forward_walkers == shape.mirror_walkers == 2
             assert shape.makers == 0 and shape.split is None
-            assert shape.matrices_at(1024) == (1024, 0, 0) and shape.matrices_at(0) == (0, 0, 0)
+            assert shape.matrices_at(1024, 0) == (1024, 0, 0) and shape.matrices_at(0, 0) == (0, 0, 0)
     assert is_made == set(itertools.product((80, 128), (80, 128, 144, 256, 512)))
     assert has_makers and is_split
 

@@ -215,11 +215,28 @@ class Shape(_Sizes):
         """Of A, and of P, of every chunk."""
         return _HALF * CHUNK * CHUNK * self.batch * self.heads * self.slots
 
-    def matrices_at(self, address: int) -> tuple[int, int, int]:
-        """A, P where the walks do not make it, and the flags of makers, in one allocation; 0 for none."""
-        p = address + self.matrix_bytes if self.matrices == 2 else 0
-        flags = address + self.matrices * self.matrix_bytes if self.makers else 0
-        return address, p, flags
+    @property
+    def kept_matrices(self) -> int:
+        """Those that a backward reads: A, with a wide K also P."""
+        return 2 if self.is_wide else 1
+
+    @property
+    def other_matrices_bytes(self) -> int:
+        """Of P where no backward reads it, and of the flags and two tickets of makers."""
+        flags = self.batch * self.heads * self.slots + 2 if self.makers else 0
+        p = max(self.matrices - self.kept_matrices, 0) * self.matrix_bytes
+        return p + flags * torch.int32.itemsize
+
+    def matrices_at(self, kept: int, others: int) -> tuple[int, int, int]:
+        """A, P where the walks do not make it, and the flags of makers; 0 for none.
+
+        Args:
+            kept: the address of what a backward reads, others: of the rest.
+        """
+        if self.is_wide:
+            return kept, kept + self.matrix_bytes, 0
+        p = self.matrix_bytes if self.matrices == 2 else 0
+        return kept, others if p else 0, others + p if self.makers else 0
 
     @cached_property
     def matrices(self) -> int:
@@ -320,8 +337,7 @@ class Left(NamedTuple):
     """Where the forward leaves what its backward reads, prepared addresses in one allocation.
 
     Attributes:
-        matrices: of every chunk A and, where the walks do not make it, P; behind them the flags of makers and
-            two tickets.
+        matrices: A of every chunk; with a wide K P behind it.
         writes: the walk's writes, like a dense v.
         borders: the states at the borders between segments of the walks over the states; 0 but for a wide K.
         maps: M of the segments of a split; 0 without one.
@@ -340,19 +356,13 @@ class Left(NamedTuple):
     def of(shape: Shape, scratch: Scratch) -> Left:
         """Takes the places."""
         return Left(
-            scratch.take(Left.matrices_bytes(shape)),
+            scratch.take(shape.kept_matrices * shape.matrix_bytes),
             scratch.take(_HALF * shape.batch * shape.seq * shape.heads * shape.dim_v),
             scratch.take(shape.states_bytes(shape.borders, shape.dim_v)),
             scratch.take(shape.states_bytes(shape.carried, shape.dim_k)),
             scratch.take(2 * shape.leads_bytes),
             scratch.take(shape.kept_states_bytes),
         )
-
-    @staticmethod
-    def matrices_bytes(shape: Shape) -> int:
-        """Of the matrices of every chunk, of the flags and of the tickets."""
-        flags = shape.batch * shape.heads * shape.slots + 2 if shape.makers else 0
-        return shape.matrices * shape.matrix_bytes + flags * torch.int32.itemsize
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:

@@ -249,12 +249,12 @@ class Walk:
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
         bounds_at = scratch.take(shape.bounds_bytes)
         makes_matrices = shape.walk_makes_matrices
-        matrices_bytes = 0 if makes_matrices else Left.matrices_bytes(shape)
         if keep:
             left = Left.of(shape, of_backward)
         else:
-            left = Left(scratch.take(matrices_bytes), leads=scratch.take(shape.leads_bytes))
-        matrices = shape.matrices_at(left.matrices)
+            kept = 0 if makes_matrices else shape.kept_matrices * shape.matrix_bytes
+            left = Left(scratch.take(kept), leads=scratch.take(shape.leads_bytes))
+        matrices = shape.matrices_at(left.matrices, scratch.take(shape.other_matrices_bytes))
         # of v's dtype because that need not be said to torch, which is half of the time
         self._scratch_size = scratch.bytes // core.v.itemsize
         self._kept_layout = _layout_of(shape, of_backward, core.v.itemsize) if keep else None

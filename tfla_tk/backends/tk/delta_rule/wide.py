@@ -77,7 +77,7 @@ def launch_wide(
     d_borders = scratch.take(shape.states_bytes(shape.borders, shape.dim_v))
     mirror = kernel.mirror(
         shape.with_offsets(at.cu_seqlens), q, k, places.do, writes, places.dv, *gates,
-        shape.matrices_at(left.matrices)[:2], places.strengths, places.dht, places.dh0,
+        shape.matrices_at(left.matrices, 0)[:2], places.strengths, places.dht, places.dh0,
         0, 0, d_borders, core.scale, shape.mirror_walkers,
     )  # fmt: skip
     # the walks over the states leave the results, or parts of them that are added up
