@@ -201,6 +201,16 @@ class Shape(_Sizes):
         return self.group // self.shared if self.is_wide else self.group
 
     @property
+    def sums_floats(self) -> bool:
+        """Whether slices of V add up dq and dk in fp32, for the launch behind the walk to round."""
+        return self.value_slices > 1 and not self.is_wide
+
+    @property
+    def combines(self) -> bool:
+        """Whether a launch behind the walks makes dq and dk of what these leave."""
+        return self.parts > 1 or self.sums_floats
+
+    @property
     def partial(self) -> tuple[int, int, int, int]:
         """Of what the walks leave of dq and dk, [B, T, parts of all heads of q, K]."""
         return self.batch, self.seq, self.heads // self.group * self.parts, self.dim_k

@@ -46,13 +46,11 @@ def launch_gradients(
             kernel.carry(of, carried_at, leads, left.maps, True),
         ]  # fmt: skip
     heads = shape.batch * shape.heads
-    of_floats = shape.value_slices > 1  # dq and dk: slices of V add them up
-    combines = of_floats or shape.parts > 1
     dq, dk = places.dq, places.dk
-    if combines:
-        itemsize = FLOAT if of_floats else core.q.itemsize
+    if shape.combines:
+        itemsize = FLOAT if shape.sums_floats else core.q.itemsize
         dq, dk = (scratch.take_dense(shape.partial, itemsize) for _ in range(2))
-    turns = scratch.take((1 + heads * shape.slots) * torch.int32.itemsize) if of_floats else 0
+    turns = scratch.take((1 + heads * shape.slots) * torch.int32.itemsize) if shape.sums_floats else 0
     token_sums = flows = 0
     if places.dg is not None:
         token_sums = scratch.take(3 * shape.value_slices * heads * shape.seq * FLOAT)
@@ -63,9 +61,9 @@ def launch_gradients(
             places.dht, places.dh0, carried_at, leads, places.strengths, token_sums, flows, core.scale,
         )
     )  # fmt: skip
-    if combines:
+    if shape.combines:
         of_parts = shape.of_parts.with_offsets(0)
-        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, of_floats))
+        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, shape.sums_floats))
     if places.dg is not None:
         of_chunks = shape.with_offsets(at.cu_seqlens, shape.cut_into(DELTA_DECAY_CHUNKS))
         launches.append(kernel.decay(of_chunks, shape.slots, gates[0], places.dg, token_sums, flows))

@@ -33,7 +33,7 @@ def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
         if shape.carried:
             found += [instances.delta_mirror(tile, half, shape.mirror_walkers), instances.delta_carry()]
         of_dg = instances.delta_decay()
-    if shape.parts > 1:
+    if shape.combines:
         found.append(instances.delta_combine(half))
     return found + ([of_dg] if needs_dg else [])
 

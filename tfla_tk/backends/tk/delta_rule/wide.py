@@ -82,7 +82,7 @@ def launch_wide(
     )  # fmt: skip
     # the walks over the states leave the results, or parts of them that are added up
     dq, dk = places.dq, places.dk
-    if shape.parts > 1:
+    if shape.combines:
         dq, dk = (scratch.take_dense(shape.partial, core.q.itemsize) for _ in range(2))
     part_of_dk = scratch.take_dense(shape.partial, core.q.itemsize)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
@@ -117,7 +117,7 @@ def launch_wide(
                 (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
             )
         )  # fmt: skip
-    if shape.parts > 1:
+    if shape.combines:
         of_parts = shape.of_parts.with_offsets(0)
         launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, False))
     return launches
