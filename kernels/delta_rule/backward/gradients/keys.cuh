@@ -28,8 +28,8 @@ template <class C> struct GradientsOfKeys {
         const int lane = fresh_laneid();
         return shared_address(&tile) + panel_offset(own_row() + lane % 16, lane / 16);
     }
-    __device__ static inline uint32_t step_of(uint32_t rows, int j) {
-        return (rows ^ ((j % 4) * 32)) + j / 4 * Tile::panel_bytes;
+    template <class Of = Tile> __device__ static inline uint32_t step_of(uint32_t rows, int j) {
+        return (rows ^ ((j % 4) * 32)) + j / 4 * Of::panel_bytes;
     }
 
     // d = x times a transposed state, issued.
@@ -106,27 +106,33 @@ template <class C> struct GradientsOfKeys {
         add_row_sums<false>(sums, result, by);
         store_sums(which, step, sums);
     }
-    // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike.
+    // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike: the trace of S dS^T by
+    // mma.sync, of which no more than the blocks on the diagonal are made.
     __device__ inline void leave_flow(int step, const GradientsGates& gates) const {
         using State = typename C::State;
         const uint32_t rows = panel_offset(2 * own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
-        float2 sum{0.f, 0.f};
+        float2 upper[2]{},
+            lower[2]{};  // products of the first eight of 16 rows with the same ones; of the others
         each<0, C::kDimV / kKeysWarps / 16>([&](int i) {
             each<0, C::kDimK / 16>([&](int j) {
-                const uint32_t offset = step_of(rows, j) + 16 * i * kPanelColumns * sizeof(T);
+                const uint32_t offset = step_of<State>(rows, j) + 16 * i * kPanelColumns * sizeof(T);
                 T2 x[4], y[4];
                 kittens::move<T2>::ldsm4(x[0], x[1], x[2], x[3], shared_address(&smem.state) + offset);
                 kittens::move<T2>::ldsm4(y[0], y[1], y[2], y[3], shared_address(&smem.gradient) + offset);
-                each<0, 4>([&](int k) {
-                    const float2 s = to_float2(x[k]), ds = to_float2(y[k]);
-                    sum = {fmaf(s.x, ds.x, sum.x), fmaf(s.y, ds.y, sum.y)};
-                });
-                asm volatile("" : "+f"(sum.x), "+f"(sum.y)::"memory");
+                auto multiply = [&](float2(&to)[2], T2 low, T2 high) {
+                    warp::hmma16816(to[0], to[1], x[0], x[1], x[2], x[3], low, high, to[0], to[1]);
+                };
+                multiply(upper, y[0], y[2]), multiply(lower, y[1], y[3]);
             });
         });
+        // of the diagonals' elements that this lane has
+        const int row = fresh_laneid() / 4, first = 2 * (fresh_laneid() % 4);
+        const float own = row == first       ? upper[0].x + lower[1].x
+                          : row == first + 1 ? upper[0].y + lower[1].y
+                                             : 0.f;
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), part = kKeysWarps * task.slice + own_row() / 16;
-        const float flow = gates.decay * warp_sum(sum.x + sum.y);
+        const float flow = gates.decay * warp_sum(own);
         if (fresh_laneid() == 0 && task.owns(chunk))
             g.flows[part * g.chunk_rows + task.batch_head * g.slots + task.first_slot + chunk] = flow;
     }
@@ -233,7 +239,7 @@ template <class C> struct GradientsOfKeys {
             wait(smem.gates_ready[slot], phase);
             wait(smem.arrived[slot], phase);
             wait(smem.state_arrived, step & 1);
-            make_chunk(step);
+            make_chunk(anew(step));
         }
     }
 };
