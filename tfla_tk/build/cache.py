@@ -143,7 +143,8 @@ def _digest_of(parts: list[object]) -> str:
 
 
 def find_entry(artifact: Artifact, key: str) -> Entry | None:
-    """The entry of a key, or None where it is absent, truncated or altered."""
+    """The entry of a key, or None where it is absent, truncated or altered, or where the kernels that were
+    compiled together with it have changed: its file would bring their old code into the process."""
     folder = _folder(artifact, key)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -153,8 +154,10 @@ def find_entry(artifact: Artifact, key: str) -> Entry | None:
             return None
         if any(_fingerprint(folder / name) != recorded for name, recorded in files.items()):
             return None
+        if _digest_of([_source_digests(manifest["headers"])]) != manifest["sources"]:
+            return None
         return Entry(file, (folder / PTXAS_LOG).read_text(), built=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (BuildError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -187,8 +190,9 @@ def find_or_build(
             if missing:
                 file, log = compile_into(missing, scratch)
                 (scratch / PTXAS_LOG).write_text(log)
+                headers = sorted({x.header for x in missing if isinstance(x, Instance)})
                 for artifact in missing:
-                    found[artifact] = _publish(artifact, wanted[artifact], file, log)
+                    found[artifact] = _publish(artifact, wanted[artifact], file, log, headers)
             return found
 
 
@@ -197,8 +201,12 @@ def _entries(wanted: dict[Artifact, str]) -> dict[Artifact, Entry]:
     return {artifact: entry for artifact, entry in entries if entry is not None}
 
 
-def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
-    """An entry of a compiled file, which others may share, made in one step."""
+def _publish(artifact: Artifact, key: str, file: Path, log: str, headers: list[str]) -> Entry:
+    """An entry of a compiled file, which others may share, made in one step.
+
+    Args:
+        headers: Of all kernels in the file.
+    """
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
     with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
@@ -215,9 +223,11 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
             "name": name_of(artifact),
             "file": file.name,
             "files": {name: _fingerprint(scratch / name) for name in (file.name, PTXAS_LOG)},
+            "headers": headers,
+            "sources": _digest_of([_source_digests(headers)]),
         }
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if folder.exists():  # and is broken
+        if folder.exists():  # and is broken, or has old code of other kernels
             shutil.rmtree(folder)
         scratch.rename(folder)
     return Entry(folder / file.name, log, built=True)

@@ -53,7 +53,7 @@ def find_or_build(artifact: Artifact, key: str, compile_into: Callable[..., tupl
 
 
 @pytest.fixture
-def compiler(isolated_environment: Path) -> Compiler:
+def compiler(isolated_environment: Path, kernel_sources: Path) -> Compiler:
     return Compiler()
 
 
@@ -206,6 +206,25 @@ def test_what_is_missing_is_compiled_together(compiler: Compiler, toys: list[Ins
         assert cache.find_entry(toy, keys[toy]) == dataclasses.replace(found[toy], built=False)
 
 
+def test_a_file_with_old_code_of_another_kernel_is_not_taken(
+    compiler: Compiler, toy: Instance, kernel_sources: Path
+) -> None:
+    """Kernels are loaded by the file, and the old code has the new one's name."""
+    header = kernel_sources / "other/kernel.cuh"
+    header.write_text("")
+    other = dataclasses.replace(toy, name="other", header="other/kernel.cuh")
+    keys: dict[Artifact, str] = {toy: KEY, other: KEY}
+    together = cache.find_or_build(dict(keys), compiler)
+    assert cache.find_entry(toy, KEY) == dataclasses.replace(together[toy], built=False)
+    edit(header)
+    assert cache.find_entry(toy, KEY) is None
+    assert find_or_build(toy, KEY, compiler).built
+    edit(header)
+    assert cache.find_entry(toy, KEY) is not None  # it is alone in its file
+    header.unlink()
+    assert cache.find_entry(toy, KEY) is not None and cache.find_entry(other, KEY) is None
+
+
 def test_what_another_process_has_compiled_meanwhile_stays(compiler: Compiler, toys: list[Instance]) -> None:
     """It may be in use."""
     keys = {toy: KEY for toy in toys}
@@ -271,18 +290,18 @@ def test_a_cache_without_kernels_that_cannot_be_written(
     assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
 
 
-def test_kernels_of_a_cache_that_can_only_be_read_are_used(
-    toy: Instance, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+def test_files_of_a_cache_that_can_only_be_read_are_used(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
 ) -> None:
     monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
     compiler = Compiler()
-    assert find_or_build(toy, KEY, compiler).built and cache.check_cache()
+    assert find_or_build(launcher, KEY, compiler).built and cache.check_cache()
     for folder in (cache.modules_dir(), of_nobody / "cache"):
         folder.chmod(0o500)
     assert not cache.check_cache()
-    assert not find_or_build(toy, KEY, compiler).built
+    assert not find_or_build(launcher, KEY, compiler).built
     with pytest.raises(BuildError, match=r"cannot be used: .*Permission denied"):
-        find_or_build(toy, "1" * 32, compiler)
+        find_or_build(launcher, "1" * 32, compiler)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
