@@ -2,8 +2,9 @@
 //   dq = s e^b (dO S^T) + R K
 //   right = e^{b_L - b} beta (U' dS^T) + R^T Q + E^T K    left = -e^b (dV S^T) + E K    dk = left + right
 // Per chunk, a GEMM always in flight while another's result is scaled or summed:
-//   1. Issue dO S^T and U' dS^T; under them <S, dS>. Scale the first and issue dq += R K. Scale the second,
-//      whose sums with k are those through dS, and issue right += R^T Q.
+//   1. Issue dO S^T and U' dS^T. Under them end the turn at the chunk behind and sum <S, dS>. Scale the first
+//      and issue dq += R K. Scale the second, whose sums with k are those through dS, and issue right += R^T
+//      Q.
 //   2. The sums q.dq. dq takes the place of q. Several slices of V add up theirs in device memory instead.
 //   3. Issue dV S^T and right += E^T K. Scale the first and issue left += E K. Under it the sums k.right.
 //   4. The sums k.left. dk takes the place of k, or is added up, too.
@@ -106,33 +107,27 @@ template <class C> struct GradientsOfKeys {
         add_row_sums<false>(sums, result, by);
         store_sums(which, step, sums);
     }
-    // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike: the trace of S dS^T by
-    // mma.sync, of which no more than the blocks on the diagonal are made.
+    // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike.
     __device__ inline void leave_flow(int step, const GradientsGates& gates) const {
         using State = typename C::State;
         const uint32_t rows = panel_offset(2 * own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
-        float2 upper[2]{},
-            lower[2]{};  // products of the first eight of 16 rows with the same ones; of the others
+        float2 sum{0.f, 0.f};
         each<0, C::kDimV / kKeysWarps / 16>([&](int i) {
             each<0, C::kDimK / 16>([&](int j) {
                 const uint32_t offset = step_of<State>(rows, j) + 16 * i * kPanelColumns * sizeof(T);
                 T2 x[4], y[4];
                 kittens::move<T2>::ldsm4(x[0], x[1], x[2], x[3], shared_address(&smem.state) + offset);
                 kittens::move<T2>::ldsm4(y[0], y[1], y[2], y[3], shared_address(&smem.gradient) + offset);
-                auto multiply = [&](float2(&to)[2], T2 low, T2 high) {
-                    warp::hmma16816(to[0], to[1], x[0], x[1], x[2], x[3], low, high, to[0], to[1]);
-                };
-                multiply(upper, y[0], y[2]), multiply(lower, y[1], y[3]);
+                each<0, 4>([&](int k) {
+                    const float2 s = to_float2(x[k]), ds = to_float2(y[k]);
+                    sum = {fmaf(s.x, ds.x, sum.x), fmaf(s.y, ds.y, sum.y)};
+                });
+                asm volatile("" : "+f"(sum.x), "+f"(sum.y)::"memory");
             });
         });
-        // of the diagonals' elements that this lane has
-        const int row = fresh_laneid() / 4, first = 2 * (fresh_laneid() % 4);
-        const float own = row == first       ? upper[0].x + lower[1].x
-                          : row == first + 1 ? upper[0].y + lower[1].y
-                                             : 0.f;
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), part = kKeysWarps * task.slice + own_row() / 16;
-        const float flow = gates.decay * warp_sum(own);
+        const float flow = gates.decay * warp_sum(sum.x + sum.y);
         if (fresh_laneid() == 0 && task.owns(chunk))
             g.flows[part * g.chunk_rows + task.batch_head * g.slots + task.first_slot + chunk] = flow;
     }
@@ -168,6 +163,7 @@ template <class C> struct GradientsOfKeys {
         issue_through(of_state, smem.douts[slot], smem.state);
         wait(smem.gradient_ready, step & 1);
         issue_through(rest, smem.writes[slot], smem.gradient);
+        if (step > 0) end_turn(g, smem.task, smem.task.chunks - anew(step));
         if constexpr (C::kMakesSums) leave_flow(step, gates);
         warpgroup::mma_async_wait<1>();
         pin(of_state);
@@ -229,7 +225,6 @@ template <class C> struct GradientsOfKeys {
         store(keys, g.dk_sums, step, of_state);
         fence_async_proxy();
         arrive_warp(smem.dq_dk_ready[slot]);
-        end_turn(g, smem.task, smem.task.chunks - 1 - anew(step));
         arrive_warp(smem.free[slot]);
     }
 
@@ -239,8 +234,9 @@ template <class C> struct GradientsOfKeys {
             wait(smem.gates_ready[slot], phase);
             wait(smem.arrived[slot], phase);
             wait(smem.state_arrived, step & 1);
-            make_chunk(anew(step));
+            make_chunk(step);
         }
+        if (smem.task.chunks > 0) end_turn(g, smem.task, 0);
     }
 };
 
