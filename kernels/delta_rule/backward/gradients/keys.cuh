@@ -138,18 +138,25 @@ template <class C> struct GradientsOfKeys {
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), lane = fresh_laneid();
         if (!task.owns(chunk)) return;
+        // two lanes exchange half of what they have, so that each has four columns in a row
+        const bool odd = lane % 2;
         each<0, 2>([&](int half) {
             const int row = chunk * kChunk + own_row() + lane / 4 + 8 * half;
-            if (row >= task.tokens) return;
             const int64_t token = static_cast<int64_t>(task.batch) * g.seq + task.first_row + row;
-            float* const to = sums + (token * g.heads + task.head) * g.dim_k + 2 * (lane % 4);
-            each<0, 2 * Result::width>([&](int j) {
-                if (8 * j >= g.dim_k) return;
-                const float2 pair = result.tiles[0][j / 2].data[j % 2 * 2 + half];
+            const int column = 8 * odd + 4 * (lane % 4 / 2);
+            float* const to = sums + (token * g.heads + task.head) * g.dim_k + column;
+            each<0, Result::width>([&](int j) {
+                const float2 low = result.tiles[0][j].data[half], high = result.tiles[0][j].data[2 + half];
+                const float2 give = odd ? low : high;
+                const float2 got{__shfl_xor_sync(0xffffffff, give.x, 1),
+                                 __shfl_xor_sync(0xffffffff, give.y, 1)};
+                if (row >= task.tokens || 16 * j + column >= g.dim_k) return;
+                const float4 four =
+                    odd ? float4{got.x, got.y, high.x, high.y} : float4{low.x, low.y, got.x, got.y};
                 if (task.slice == 0)
-                    *reinterpret_cast<float2*>(to + 8 * j) = pair;
+                    *reinterpret_cast<float4*>(to + 16 * j) = four;
                 else
-                    add_pair(to + 8 * j, pair);
+                    add_four(to + 16 * j, four);
             });
         });
     }

@@ -37,8 +37,9 @@ __device__ inline void end_turn(const GradientsGlobals& g, const GradientsTask& 
                      : "memory");
 }
 
-__device__ inline void add_pair(float* to, float2 x) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(to), "f"(x.x), "f"(x.y)
+__device__ inline void add_four(float* to, float4 x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w)
                  : "memory");
 }
 
