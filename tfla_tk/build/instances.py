@@ -18,6 +18,7 @@ WALK_TILES = MLSTM_TILES
 # tiles of the forward that come without the overlap of its GEMMs, too, to measure what that gains
 SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
+MAX_NARROW = 128  # head dims of the backward in one walk
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
@@ -79,7 +80,7 @@ class Instance:
 
 _EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")
 _SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
-_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS")
+_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "STATE_CHUNKS", "FLOW_PARTS")
 # the chunkwise kernels of mLSTM, and by True those with a scalar decay in the place of its gates
 CHUNKWISE = {
     False: Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE),
@@ -222,10 +223,27 @@ def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance
     kernels = (
         f"mlstm_bwd_scan_kernel<{policy}>",
         f"mlstm_bwd_gates_kernel<{policy}>",
+        f"mlstm_gate_gradients_kernel<{policy}>",
         "mlstm_bwd_flows_kernel",
     )
     name = f"{launcher.name}_bwd_gates{'' if decay else f'_{gate}'}"
     return Instance(name, launcher, "scalar_gate/backward/gates.cuh", kernels, "mlstm")
+
+
+@functools.cache
+def mlstm_gradients(half: bool, normalize: bool = True, sums: bool = True, decay: bool = False) -> Instance:
+    """The walk that makes dq, dk and dv at once, head dims up to MAX_NARROW.
+
+    Args:
+        sums: it also leaves those for the gradients of the gates.
+    """
+    launcher, normalize = CHUNKWISE[decay], normalize and not decay
+    name = f"{launcher.name}_gradients{'_and_sums' if sums else ''}"
+    name += "" if normalize or decay else "_unnormalized"
+    config = f"GradientsConfig<{_TYPES[half]}, {MAX_NARROW}, {_cpp(normalize)}, {_cpp(sums)}>"
+    kernels = (f"mlstm_gradients_kernel<{config}>",)
+    header, dtype = "scalar_gate/backward/gradients/kernel.cuh", _DTYPES[half]
+    return Instance(f"{name}_{dtype}", launcher, header, kernels, "mlstm", dtype)
 
 
 @functools.cache
@@ -549,7 +567,10 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
                 yield mlstm_walk("dq and dk", tile, half, normalize, decay)
                 yield mlstm_walk_segments(tile, half, normalize, decay)
     yield from (mlstm_walk("dv", tile, half, decay=decay) for tile in WALK_TILES)
-    if not decay:
+    if decay:
+        yield from (mlstm_gradients(half, sums=sums, decay=True) for sums in (False, True))
+    else:
+        yield from (mlstm_gradients(half, normalize) for normalize in (True, False))
         yield mlstm_bwd_rows(half)
 
 
