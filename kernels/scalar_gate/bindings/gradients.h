@@ -7,7 +7,7 @@
 namespace tfla_tk {
 
 void place(MlstmGradientsParams& x, const Addresses& at) {
-    at.all(x.q, x.k, x.v, x.dh, x.states, x.norms, x.gates, x.e);
+    at.all(x.q, x.k, x.v, x.dh, x.left.states, x.left.units, x.left.norms, x.gates, x.e);
     at.all(x.boundaries.c, x.boundaries.n, x.boundaries.log2_decay);
     at.all(x.entering_c, x.entering_n, x.leaving_c, x.leaving_n, x.dq, x.dk, x.dv);
     at.all(x.q_dq, x.k_dk, x.flows, x.cut.offsets);
@@ -19,12 +19,12 @@ void place(MlstmGateGradientsParams& x, const Addresses& at) {
 
 namespace {
 
-// q, k, v, dh, the forward's states and norms, the chunks' gates, e, boundaries, entering state (c, n),
+// q, k, v, dh, the forward's states, the chunks' gates, e, boundaries, entering state (c, n),
 // leaving state, dq, dk, dv, sums (q_dq, k_dk, flows), cut, batch, heads, seq, dim_qk, dim_v, group, half,
 // device.
 MlstmGradientsParams read_gradients(Arguments& x) {
     MlstmGradientsParams p{x.operand(), x.operand(), x.operand(), x.operand()};
-    p.states = x.pointer<const void>(), p.norms = x.pointer();
+    p.left = read_left_states(x);
     p.gates = x.pointer<ChunkGates>(), p.e = x.pointer();
     p.boundaries = read_boundaries(x);
     p.entering_c = x.pointer(), p.entering_n = x.pointer();

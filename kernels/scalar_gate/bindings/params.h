@@ -44,6 +44,14 @@ inline int state_slots(int seq, int sequences, bool packed) {
     return (seq + kTokens - 1) / kTokens + (packed ? sequences : 0);
 }
 
+// Such states, transposed, as they lie in the forward: [B, H, state_slots, V, K] of the operands' type, and n
+// [B, H, state_slots, K], which goes with the normaliser. Both are to be multiplied by 2^unit, [B, H,
+// state_slots].
+struct LeftStates {
+    void* states;
+    float *units, *norms;
+};
+
 // One chunk's gates as the walks of the backward read them (backward/walk/gates.cuh).
 struct ChunkGates;
 
@@ -77,12 +85,9 @@ struct MlstmFwdParams {
     float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
     // [B, H, chunk_slots, 2]: m at every chunk's start, log2 units, as high and low part; null: not wanted
     float* chunk_m;
-    // For the backward: transposed states [B, H, state_slots, V, K] of the operands' type, and n [B, H,
-    // state_slots, K], which goes with the normaliser. Null: not wanted.
-    void* states;
-    float* norms;
-    float scale;  // of q k^T
-    float eps;    // added to the normaliser after the max
+    LeftStates left;  // null: not wanted
+    float scale;      // of q k^T
+    float eps;        // added to the normaliser after the max
 };
 
 // Bytes of the workspace of a call whose sequences are cut, for (segments - sequences) * heads slots.

@@ -8,9 +8,8 @@ namespace tfla_tk {
 
 // K and V up to kMostNarrow. Where a sum, a state or a gradient is not wanted its address is null.
 struct MlstmGradientsParams {
-    Operand q, k, v, dh;  // [B, H, S, *], bf16 or fp16; q and k have heads / group heads
-    const void* states;   // as the forward leaves them
-    const float* norms;
+    Operand q, k, v, dh;      // [B, H, S, *], bf16 or fp16; q and k have heads / group heads
+    LeftStates left;          // by the forward
     const ChunkGates* gates;  // [B, H, chunk_slots], from mlstm_bwd_scan
     const float* e;           // [B, H, S]; null without normaliser
     Boundaries boundaries;    // gradients of states; c null: no sequence is cut

@@ -67,7 +67,8 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
         return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
     };
-    const int slots = p.states ? state_slots(walk.seq, walk.cut.sequences, walk.cut.offsets != nullptr) : 0;
+    const int slots =
+        p.left.states ? state_slots(walk.seq, walk.cut.sequences, walk.cut.offsets != nullptr) : 0;
     if (slots && std::max(walk.dim_qk, walk.dim_v) > kMostNarrow)
         throw std::runtime_error("mlstm_fwd: states are left with head dims of at most 128");
     const int64_t of_state = static_cast<int64_t>(walk.dim_qk) * walk.dim_v;
@@ -87,10 +88,10 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
               p.row_n,
               p.row_m,
               p.chunk_m,
-              slots ? TensorMap({p.states, states * of_state, of_state, walk.dim_qk}, 1, states, walk.dim_v,
-                                walk.dim_qk, kSliceV, walk.half)
+              slots ? TensorMap({p.left.states, states * of_state, of_state, walk.dim_qk}, 1, states,
+                                walk.dim_v, walk.dim_qk, kSliceV, walk.half)
                     : of_h,
-              p.norms,
+              p.left,
               p.scale,
               p.eps,
               high_and_low(std::log2(static_cast<double>(p.scale)))};

@@ -74,7 +74,7 @@ struct Globals : FwdWalkGlobals {
     State last;
     float *row_n, *row_m, *chunk_m;
     TensorMap states;  // for the backward, boxes of a CTA's rows
-    float* norms;      // the same of n; null: not wanted
+    LeftStates left;
     float scale, eps;
     FloatPair log2_scale;
 };

@@ -44,7 +44,7 @@ struct GradientsGlobals {
     TensorMap q, k, v, dh;  // boxes of a chunk
     TensorMap states;       // boxes of a state
     ResultMaps dq, dk, dv;
-    const float* norms;
+    const float *units, *norms;  // of the states
     const ChunkGates* gates;
     const float* e;
     Boundaries boundaries;
@@ -128,6 +128,7 @@ template <class C> struct GradientsMemory {
     typename C::Square reads;
     ChunkGates gates[C::kStages];
     alignas(16) float e[C::kNormalizer ? C::kStages : 0][kChunk];
+    float state_scale;                                               // of S^T and n
     alignas(16) float norm[C::kNormalizer ? C::kDimK : 0];           // n that enters with S
     alignas(16) float norm_gradient[C::kNormalizer ? C::kDimK : 0];  // dn that leaves the chunk
     // of each stage

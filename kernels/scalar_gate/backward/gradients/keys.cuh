@@ -61,6 +61,7 @@ template <class C> struct GradientsOfKeys {
         float upper, lower;
         __device__ inline OfRows(const float* rows, int row) : upper(rows[row]), lower(rows[row + 8]) {}
         __device__ inline float at(int k) const { return k % 2 ? lower : upper; }
+        __device__ inline void scale(float by) { upper *= by, lower *= by; }
     };
     __device__ static inline int lane_row() { return own_row() + fresh_laneid() / 4; }
 
@@ -185,6 +186,7 @@ template <class C> struct GradientsOfKeys {
         pin_all(rounded);
         // 3
         OfRows received(smem.gates[slot].received, lane_row());
+        received.scale(smem.state_scale);
         const int before = slot ^ 1;
         if (has_state) {
             warpgroup::mma_async_wait<0>();
@@ -198,7 +200,7 @@ template <class C> struct GradientsOfKeys {
             issue_scores<T, C::kDimV>(scores, smem.douts[slot], smem.values[before]);
             wait(smem.gates_ready[before], phase_before);
             const float decay = exp2f(smem.gates[before].decay);
-            received.upper *= decay, received.lower *= decay;
+            received.scale(decay);
             warpgroup::mma_async_wait<1>();
             pin(dq);
             scale_rows(dq, received, smem.norm, e_of(slot));

@@ -26,9 +26,11 @@ template <class C> __device__ inline void load_states(const GradientsGlobals& g,
         wait_free(smem.free[slot], phase);
         load(smem.douts[slot], g.dh, smem.arrived[slot], 0, task.head, chunk);
         if (!task.begins_state(chunk)) continue;
+        const float unit = g.units[task.state_slot(chunk)];
         wait_free(smem.state_free, task.states_before(chunk) & 1);
         if (fresh_laneid() == 0) {
             const int state = task.state_slot(chunk);
+            smem.state_scale = exp2f(unit);
             const uint32_t norm_bytes = C::kNormalizer ? g.dim_k * sizeof(float) : 0;
             tma::expect_bytes(smem.state_arrived, C::State::loaded_bytes + norm_bytes);
             load_panels(smem.state, g.states, smem.state_arrived, 0, 0, state, 0);
@@ -133,7 +135,7 @@ template <class C> struct NormGradient {
 #pragma unroll
             for (int p = 0; p < kPairs; p++)
                 sums[p] = *reinterpret_cast<const float2*>(&smem.norm[channel() + 2 * p]);
-            flow += exp2f(smem.gates[slot].decay) * dot(sums);
+            flow += smem.state_scale * exp2f(smem.gates[slot].decay) * dot(sums);
             arrive_warp(smem.state_free);
         }
         flow = warp_sum(flow);

@@ -105,7 +105,7 @@ template <class C> struct GradientsWalker {
         });
         if (GradientsTask::enters_with_state(chunk)) {
             wait(smem.state_arrived, task.states_before(chunk) & 1);
-            flow += exp2f(smem.gates[slot].decay) * state_product();
+            flow += smem.state_scale * exp2f(smem.gates[slot].decay) * state_product();
             arrive_warp(smem.state_free);
         }
         flow = warp_sum(flow);

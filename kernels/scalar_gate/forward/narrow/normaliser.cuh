@@ -49,8 +49,8 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
     };
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         publish(chunk);
-        if (g.norms && task.column == 0 && task.leaves_state(chunk))
-            leave(g.norms + static_cast<int64_t>(task.state_slot(chunk)) * g.dim_qk);
+        if (task.leaves_state(chunk) && task.column == 0)
+            leave(g.left.norms + static_cast<int64_t>(task.state_slot(chunk)) * g.dim_qk);
         const auto gates = C::gate_stage(chunk);
         wait(smem.gates_ready[gates.slot], gates.phase);
         const float decay = smem.gates[gates.slot].decay;

@@ -57,12 +57,13 @@ template <class C, class P> __device__ inline void scan_gates(const Globals& g, 
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (P::kStabilised && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
             store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
+        if (task.leaves_state(chunk) && task.column == 0 && fresh_laneid() == 0)
+            g.left.units[task.state_slot(chunk)] = scan.owed.log2;
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
-            smem.gates[slot], i, f, g.scale, g.log2_scale,
-            chunk + 1 == task.chunks || task.leaves_state(chunk + 1), [&] { return load_input(chunk + 1); },
-            [&] { return load_forget(chunk + 1); });
+            smem.gates[slot], i, f, g.scale, g.log2_scale, chunk + 1 == task.chunks,
+            [&] { return load_input(chunk + 1); }, [&] { return load_forget(chunk + 1); });
         arrive_warp(smem.gates_ready[slot]);
         if constexpr (P::kStabilised) store_row_stabilisers(g, task, chunk, m);
     }
