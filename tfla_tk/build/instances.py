@@ -156,6 +156,14 @@ def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
     return tile, min((v for v in slices if v >= dim_values), default=max(slices))
 
 
+def makes_gradients(gradients: str, tile: tuple[int, int]) -> bool:
+    """Whether a walk with a tile of `walk_tile` makes "dv", or "dq and dk". Where both head dims are narrow
+    another walk makes them."""
+    keys, slice_ = tile
+    least = MAX_NARROW + 1 if gradients == "dv" else MAX_NARROW
+    return keys > MAX_NARROW or slice_ >= least
+
+
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
@@ -282,8 +290,10 @@ def mlstm_walk(
 def mlstm_walk_segments(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
-    """What sums up the states at the start of the segments of the walks for dq and dk."""
-    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", "dq and dk"
+    """What sums up the states at the start of the segments of the walks for dq and dk, and their gradients
+    at the end of the segments of one walk."""
+    gradients = "dq and dk" if makes_gradients("dq and dk", tile) else "dk"
+    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", gradients
     return _of_walks(*of, tile, half, normalize, decay)
 
 
@@ -564,9 +574,10 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
             yield mlstm_fwd_states(tile, half, normalize, decay)
         for tile in WALK_TILES:
             if tile[1] < 256:
-                yield mlstm_walk("dq and dk", tile, half, normalize, decay)
+                if makes_gradients("dq and dk", tile):
+                    yield mlstm_walk("dq and dk", tile, half, normalize, decay)
                 yield mlstm_walk_segments(tile, half, normalize, decay)
-    yield from (mlstm_walk("dv", tile, half, decay=decay) for tile in WALK_TILES)
+    yield from (mlstm_walk("dv", x, half, decay=decay) for x in WALK_TILES if makes_gradients("dv", x))
     if decay:
         yield from (mlstm_gradients(half, sums=sums, decay=True) for sums in (False, True))
     else:
