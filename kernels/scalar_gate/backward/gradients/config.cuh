@@ -140,7 +140,7 @@ template <class C> struct GradientsMemory {
     semaphore dq_dk_ready[C::kStages], dv_ready[C::kStages];
     // of places that there are once
     semaphore state_arrived, state_free;
-    semaphore gradient_ready, gradient_free;
+    semaphore gradient_ready;  // free when values_read is
     semaphore norm_gradient_ready, norm_gradient_free;
     semaphore tail_landed[3];  // of each loading warp
     GradientsTask task;
@@ -159,7 +159,6 @@ template <class C> struct GradientsMemory {
         init_semaphore(state_arrived, 1);
         init_warp_barrier(state_free, kOfKeys + (C::kSums ? kOfWalkers + kOfNorm : 0));
         init_warp_barrier(gradient_ready, kOfWalkers);
-        init_warp_barrier(gradient_free, kOfKeys);
         init_warp_barrier(norm_gradient_ready, kOfNorm);
         init_warp_barrier(norm_gradient_free, kOfKeys);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);

@@ -170,7 +170,6 @@ template <class C> struct GradientsOfKeys {
         if constexpr (C::kNormalizer) wait(smem.norm_gradient_ready, step & 1);
         warpgroup::mma_async_wait<0>();
         pin(dk);
-        arrive_warp(smem.gradient_free);
         arrive_warp(smem.values_read[slot]);
         scale_rows(dk, OfRows(smem.gates[slot].sent, lane_row()), smem.norm_gradient);
         if constexpr (C::kNormalizer) arrive_warp(smem.norm_gradient_free);

@@ -176,7 +176,7 @@ template <class C> struct GradientsWalker {
         add_columns(x, fragments, &smem.p[anew(step) % 2], C::Square::panel_bytes);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_all(fragments);
-        // 4
+        // 4. NOTES: the keys' warpgroup has then read dS^T, too, which the next chunk's replaces
         wait(smem.values_read[slot], Use<C::kStages>(anew(step)).phase);
         store_transposed<T>(columns_of(smem.values[slot]), x);
         fence_async_proxy();
@@ -196,7 +196,6 @@ template <class C> struct GradientsWalker {
             const auto [slot, phase] = Use<C::kStages>(step);
             wait(smem.gates_ready[slot], phase);
             wait(smem.arrived[slot], phase);
-            wait_free(smem.gradient_free, step & 1);
             walk_chunk(step);
         }
         if (task.leaving_c)

@@ -205,7 +205,11 @@ class Forward:
         self._left_size = 0
         if options.keep_states and one_walk:
             count = batch * heads * state_slots(seq, cu_seqlens)
-            sizes_left = (count * dim_qk * dim_v * q.itemsize, 4 * count, 4 * count * dim_qk)
+            sizes_left = (
+                count * dim_qk * dim_v * q.itemsize,
+                tk_walks.FLOAT * count,
+                tk_walks.FLOAT * count * dim_qk,
+            )
             *places, size = itertools.accumulate(map(tk_walks.aligned, sizes_left))
             self._left = (cut, tuple(places))
             self._left_size = -(-size // q.itemsize)
