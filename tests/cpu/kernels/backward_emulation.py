@@ -485,9 +485,10 @@ class BackwardFormulas(ForwardFormulas):
         zero = torch.zeros(dim_qk, dim_v, dtype=torch.float64)
         for sequence in walk.sequences:
             for segment, chunks in reversed([*enumerate(sequence.segments)]):
+                assert chunks.start % STATE_CHUNKS == 0
                 if segment + 1 < len(sequence.segments):
                     given = [None if y is None else sequence.at(y, segment + 1) for y in boundary]
-                    assert given[0] is not None and chunks[0] % STATE_CHUNKS == 0
+                    assert given[0] is not None
                 else:
                     given = [None if y is None else y[sequence.which] for y in entering]
                 dc, dn = (y if of is None else of for y, of in zip((zero, zero[:, 0]), given, strict=True))
