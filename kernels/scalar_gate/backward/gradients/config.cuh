@@ -25,6 +25,7 @@ template <class T_, int kTile, bool kNormalizer_, bool kSums_> struct GradientsC
     using T = T_;
     static constexpr int kDimK = kTile, kDimV = kTile;
     static constexpr bool kNormalizer = kNormalizer_, kSums = kSums_;
+    static_assert(kSums || !kNormalizer);
     static constexpr int kWalkers = kDimV / kPanelColumns;  // warpgroups with 64 columns of V each
     static constexpr int kStages = 2;                       // chunks in shared memory
     static constexpr int kWarpgroups = 2 + kWalkers, kThreads = 128 * kWarpgroups;
@@ -131,6 +132,7 @@ template <class C> struct GradientsMemory {
     float state_scale;                                               // of S^T and n
     alignas(16) float norm[C::kNormalizer ? C::kDimK : 0];           // n that enters with S
     alignas(16) float norm_gradient[C::kNormalizer ? C::kDimK : 0];  // dn that leaves the chunk
+    alignas(16) float norm_weights[C::kNormalizer ? kChunk : 0];     // of the warp that carries dn
     // of each stage
     semaphore arrived[C::kStages];      // queries, keys, values, dh
     semaphore gates_ready[C::kStages];  // and e
@@ -146,12 +148,12 @@ template <class C> struct GradientsMemory {
     GradientsTask task;
 
     __device__ inline void init_barriers() {
-        constexpr int kOfWalkers = 4 * C::kWalkers, kOfKeys = 4, kOfNorm = C::kNormalizer;
+        constexpr int kOfWalkers = 4 * C::kWalkers, kOfKeys = 4, kOfNorm = C::kNormalizer;  // warps
         for (int i = 0; i < C::kStages; i++) {
             init_semaphore(arrived[i], 4);
             init_warp_barrier(gates_ready[i], 1);
-            init_warp_barrier(free[i], kOfWalkers + kOfKeys + kOfNorm);
-            init_warp_barrier(qk_read[i], kOfWalkers + kOfNorm);
+            init_warp_barrier(free[i], kOfWalkers + kOfKeys + 2 * kOfNorm);
+            init_warp_barrier(qk_read[i], kOfWalkers + 2 * kOfNorm);
             init_warp_barrier(values_read[i], kOfKeys);
             init_warp_barrier(dq_dk_ready[i], kOfKeys);
             init_warp_barrier(dv_ready[i], kOfWalkers);
@@ -159,8 +161,10 @@ template <class C> struct GradientsMemory {
         init_semaphore(state_arrived, 1);
         init_warp_barrier(state_free, kOfKeys + (C::kSums ? kOfWalkers + kOfNorm : 0));
         init_warp_barrier(gradient_ready, kOfWalkers);
-        init_warp_barrier(norm_gradient_ready, kOfNorm);
-        init_warp_barrier(norm_gradient_free, kOfKeys);
+        if constexpr (C::kNormalizer) {
+            init_warp_barrier(norm_gradient_ready, kOfNorm);
+            init_warp_barrier(norm_gradient_free, kOfKeys + kOfNorm);
+        }
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

@@ -15,33 +15,6 @@ __device__ inline void load_bulk(void* to, const void* from, uint32_t bytes, sem
         : "memory");
 }
 
-// One warp: dh, and the states that enter every second chunk.
-template <class C> __device__ inline void load_states(const GradientsGlobals& g, GradientsMemory<C>& smem) {
-    const GradientsTask& task = smem.task;
-    TileLoader<GradientsTask> load(task, g.packed(), smem.tail_landed[0]);
-#pragma unroll 1
-    for (int step = 0; step < task.chunks; step++) {
-        const int chunk = task.chunks - 1 - step;
-        const auto [slot, phase] = Use<C::kStages>(step);
-        wait_free(smem.free[slot], phase);
-        load(smem.douts[slot], g.dh, smem.arrived[slot], 0, task.head, chunk);
-        if (!task.begins_state(chunk)) continue;
-        const float unit = g.units[task.state_slot(chunk)];
-        wait_free(smem.state_free, task.states_before(chunk) & 1);
-        if (fresh_laneid() == 0) {
-            const int state = task.state_slot(chunk);
-            smem.state_scale = exp2f(unit);
-            const uint32_t norm_bytes = C::kNormalizer ? g.dim_k * sizeof(float) : 0;
-            tma::expect_bytes(smem.state_arrived, C::State::loaded_bytes + norm_bytes);
-            load_panels(smem.state, g.states, smem.state_arrived, 0, 0, state, 0);
-            if constexpr (C::kNormalizer)
-                load_bulk(smem.norm, g.norms + static_cast<int64_t>(state) * g.dim_k, norm_bytes,
-                          smem.state_arrived);
-        }
-        __syncwarp();
-    }
-}
-
 // The gates of a step's chunk, and e, which is 0 past the last token.
 template <class C>
 __device__ inline void load_gates(const GradientsGlobals& g, GradientsMemory<C>& smem, int step) {
@@ -63,126 +36,157 @@ __device__ inline void load_gates(const GradientsGlobals& g, GradientsMemory<C>&
     __syncwarp();
 }
 
-// dn, by one warp: a lane has kDimK / 32 neighbouring channels. Backward in time
-//   dn <- decay dn + sum_t received_t e_t q_t
-// It leaves its part of a chunk's flow: dn . sum_t sent_t k_t and, of every second chunk, decay <n, dn>.
-template <class C> struct NormGradient {
+// A vector over K by one warp: a lane has eight neighbouring channels, and lanes with the same ones share the
+// tokens of a sum.
+template <class C> struct LaneChannels {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
-    static constexpr int kPairs = C::kDimK / 64;
+    static constexpr int kCount = 8, kLanes = C::kDimK / kCount;
+    static constexpr int kTokens = kChunk * kLanes / 32;  // of a lane's part of a sum
 
-    const GradientsGlobals& g;
-    GradientsMemory<C>& smem;
-    float2 own[kPairs];
-
-    __device__ static inline int channel() { return 2 * kPairs * fresh_laneid(); }
-
-    __device__ inline NormGradient(const GradientsGlobals& g, GradientsMemory<C>& smem) : g(g), smem(smem) {
-        const float* const entering = smem.task.entering_n;
-        auto entry = [&](int at) { return entering && at < g.dim_k ? entering[at] : 0.f; };
+    // sum_t factors[t] x_t, in all lanes.
+    __device__ static inline void sum_tokens(float (&sums)[kCount], const typename C::Tile& x,
+                                             const float* factors) {
+        const int lane = fresh_laneid(), column = lane % kLanes * kCount;
+        const int first = lane / kLanes * kTokens;
+        const uint32_t panel = shared_address(x.data[column / kPanelColumns]);
 #pragma unroll
-        for (int p = 0; p < kPairs; p++) own[p] = {entry(channel() + 2 * p), entry(channel() + 2 * p + 1)};
-    }
-
-    // sums += sum_t factor(t) x_t of the lane's channels.
-    template <class Factor>
-    __device__ static inline void add_tokens(float2 (&sums)[kPairs], const typename C::Tile& x,
-                                             Factor factor) {
-        const int panel = channel() / kPanelColumns, column = channel() % kPanelColumns;
-        const uint32_t base = shared_address(x.data[panel]);
-#pragma unroll 2
-        for (int t = 0; t < kChunk; t++) {
-            T2 pairs[kPairs];
-            load_pairs(pairs, base + panel_offset(t, column / 8) + column % 8 * sizeof(typename C::T));
-            const float by = factor(t);
-#pragma unroll
-            for (int p = 0; p < kPairs; p++) {
-                const float2 y = to_float2(pairs[p]);
-                sums[p] = {sums[p].x + by * y.x, sums[p].y + by * y.y};
-            }
+        for (float& sum : sums) sum = 0.f;
+#pragma unroll 1
+        for (int t = first; t < first + kTokens; t += 2) {
+            T2 pairs[2][4];
+            each<0, 2>([&](int n) {
+                load_shared(pairs[n], panel + panel_offset(t + n, column % kPanelColumns / kCount));
+            });
+            const float2 of = *reinterpret_cast<const float2*>(&factors[t]);
+            each<0, 8>([&](int n) {
+                const float2 y = to_float2(pairs[n / 4][n % 4]);
+                const float by = n / 4 ? of.y : of.x;
+                sums[2 * (n % 4)] += by * y.x, sums[2 * (n % 4) + 1] += by * y.y;
+            });
         }
-    }
-    __device__ static inline void load_pairs(T2 (&to)[kPairs], uint32_t address) {
-        auto* const bits = reinterpret_cast<uint32_t*>(to);
-        if constexpr (kPairs == 1)
-            asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(bits[0]) : "r"(address) : "memory");
-        else
-            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
-                         : "=r"(bits[0]), "=r"(bits[1])
-                         : "r"(address)
-                         : "memory");
-    }
-    // This lane's part of the product of dn with a vector of its channels.
-    __device__ inline float dot(const float2 (&x)[kPairs]) const {
-        float sum = 0.f;
 #pragma unroll
-        for (int p = 0; p < kPairs; p++) sum += own[p].x * x[p].x + own[p].y * x[p].y;
-        return sum;
-    }
-
-    __device__ inline void publish(int step) {
-        wait_free(smem.norm_gradient_free, step & 1);
+        for (int step = kLanes; step < 32; step *= 2)
 #pragma unroll
-        for (int p = 0; p < kPairs; p++)
-            *reinterpret_cast<float2*>(&smem.norm_gradient[channel() + 2 * p]) = own[p];
-        arrive_warp(smem.norm_gradient_ready);
+            for (float& sum : sums) sum += __shfl_xor_sync(0xffffffff, sum, step);
     }
-    __device__ inline void leave_flow(int slot, int chunk) {
-        float2 sums[kPairs]{};
-        add_tokens(sums, smem.keys[slot], [&](int t) { return smem.gates[slot].sent[t]; });
-        float flow = dot(sums);
-        if (GradientsTask::enters_with_state(chunk)) {
-            wait(smem.state_arrived, smem.task.states_before(chunk) & 1);
-#pragma unroll
-            for (int p = 0; p < kPairs; p++)
-                sums[p] = *reinterpret_cast<const float2*>(&smem.norm[channel() + 2 * p]);
-            flow += smem.state_scale * exp2f(smem.gates[slot].decay) * dot(sums);
-            arrive_warp(smem.state_free);
-        }
-        flow = warp_sum(flow);
-        if (fresh_laneid() == 0)
-            g.flows[(smem.task.first_slot + chunk) * kFlowParts + 4 * C::kWalkers] = flow;
-    }
-    __device__ inline void walk_chunk(int step) {
-        const auto [slot, phase] = Use<C::kStages>(step);
-        publish(step);
-        wait(smem.gates_ready[slot], phase);
-        wait(smem.arrived[slot], phase);
-        if constexpr (C::kSums) leave_flow(slot, smem.task.chunks - 1 - step);
-        const float decay = exp2f(smem.gates[slot].decay);
-#pragma unroll
-        for (auto& x : own) x = {decay * x.x, decay * x.y};
-        add_tokens(own, smem.queries[slot],
-                   [&](int t) { return smem.gates[slot].received[t] * smem.e[slot][t]; });
-        arrive_warp(smem.qk_read[slot]);
-        arrive_warp(smem.free[slot]);
-    }
-    __device__ inline void store_leaving() const {
-        float* const to = smem.task.leaving_n;
-        if (!to) return;
-#pragma unroll
-        for (int p = 0; p < kPairs; p++) {
-            if (channel() + 2 * p < g.dim_k) to[channel() + 2 * p] = own[p].x;
-            if (channel() + 2 * p + 1 < g.dim_k) to[channel() + 2 * p + 1] = own[p].y;
-        }
+    // body(n, channel) for the lane's channels.
+    template <class Body> __device__ static inline void for_each(Body body) {
+        const int first = fresh_laneid() % kLanes * kCount;
+        each<0, kCount>([&](int n) { body(n, first + n); });
     }
 };
 
-// One warp: the gates a step ahead, and dn.
+// dn, in shared memory, by one warp: backward in time dn <- decay dn + sum_t received_t e_t q_t.
+template <class C>
+__device__ inline void carry_norm_gradient(const GradientsGlobals& g, GradientsMemory<C>& smem) {
+    using Channels = LaneChannels<C>;
+    auto publish = [&](auto of) {
+        if (fresh_laneid() < Channels::kLanes)
+            Channels::for_each([&](int n, int channel) { smem.norm_gradient[channel] = of(n, channel); });
+        arrive_warp(smem.norm_gradient_ready);
+    };
+    publish([&](int, int channel) {
+        const float* const entering = smem.task.entering_n;
+        return entering && channel < g.dim_k ? entering[channel] : 0.f;
+    });
+    load_gates(g, smem, 0);
+#pragma unroll 1
+    for (int step = 0; step < smem.task.chunks; step++) {
+        load_gates(g, smem, step + 1);
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait(smem.gates_ready[slot], phase);
+        const int t = 2 * fresh_laneid();
+        __syncwarp();  // the sum before has read the weights
+        each<0, 2>([&](int n) {
+            smem.norm_weights[t + n] = smem.gates[slot].received[t + n] * smem.e[slot][t + n];
+        });
+        __syncwarp();
+        wait(smem.arrived[slot], phase);
+        float sums[Channels::kCount];
+        Channels::sum_tokens(sums, smem.queries[slot], smem.norm_weights);
+        const float decay = exp2f(smem.gates[slot].decay);
+        arrive_warp(smem.qk_read[slot]);
+        arrive_warp(smem.free[slot]);
+        wait(smem.norm_gradient_free, step & 1);
+        publish([&](int n, int channel) { return decay * smem.norm_gradient[channel] + sums[n]; });
+    }
+    __syncwarp();
+    if (float* const to = smem.task.leaving_n)
+        for (int channel = fresh_laneid(); channel < g.dim_k; channel += 32)
+            to[channel] = smem.norm_gradient[channel];
+}
+
+// What dn adds to a chunk's flow, by one warp: dn . sum_t sent_t k_t and, where the state enters the chunk,
+// decay <n, dn>.
+template <class C>
+__device__ inline void leave_flow_of_norm(const GradientsGlobals& g, GradientsMemory<C>& smem, int step) {
+    using Channels = LaneChannels<C>;
+    const GradientsTask& task = smem.task;
+    const int chunk = task.chunks - 1 - step;
+    const auto [slot, phase] = Use<C::kStages>(step);
+    wait(smem.gates_ready[slot], phase);
+    wait(smem.arrived[slot], phase);
+    float sums[Channels::kCount];
+    Channels::sum_tokens(sums, smem.keys[slot], smem.gates[slot].sent);
+    arrive_warp(smem.qk_read[slot]);
+    if (GradientsTask::enters_with_state(chunk)) {
+        wait(smem.state_arrived, task.states_before(chunk) & 1);
+        const float decay = smem.state_scale * exp2f(smem.gates[slot].decay);
+        Channels::for_each([&](int n, int channel) { sums[n] += decay * smem.norm[channel]; });
+        arrive_warp(smem.state_free);
+    }
+    arrive_warp(smem.free[slot]);
+    wait(smem.norm_gradient_ready, step & 1);
+    float flow = 0.f;
+    Channels::for_each([&](int n, int channel) { flow += sums[n] * smem.norm_gradient[channel]; });
+    arrive_warp(smem.norm_gradient_free);
+    flow = warp_sum(fresh_laneid() < Channels::kLanes ? flow : 0.f);
+    if (fresh_laneid() == 0) g.flows[(task.first_slot + chunk) * kFlowParts + 4 * C::kWalkers] = flow;
+}
+
+// One warp: the states that enter every second chunk, and dh a chunk ahead; with a normaliser a part of the
+// flows.
+template <class C> __device__ inline void load_states(const GradientsGlobals& g, GradientsMemory<C>& smem) {
+    const GradientsTask& task = smem.task;
+    TileLoader<GradientsTask> load(task, g.packed(), smem.tail_landed[0]);
+    auto load_dh = [&](int step) {
+        if (step >= task.chunks) return;
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        load(smem.douts[slot], g.dh, smem.arrived[slot], 0, task.head, task.chunks - 1 - step);
+    };
+    load_dh(0);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = task.chunks - 1 - step;
+        if (task.begins_state(chunk)) {
+            const int state = task.state_slot(chunk);
+            const float unit = g.units[state];
+            wait_free(smem.state_free, task.states_before(chunk) & 1);
+            if (fresh_laneid() == 0) {
+                smem.state_scale = exp2f(unit);
+                const uint32_t norm_bytes = C::kNormalizer ? g.dim_k * sizeof(float) : 0;
+                tma::expect_bytes(smem.state_arrived, C::State::loaded_bytes + norm_bytes);
+                load_panels(smem.state, g.states, smem.state_arrived, 0, 0, state, 0);
+                if constexpr (C::kNormalizer)
+                    load_bulk(smem.norm, g.norms + static_cast<int64_t>(state) * g.dim_k, norm_bytes,
+                              smem.state_arrived);
+            }
+            __syncwarp();
+        }
+        load_dh(step + 1);
+        if constexpr (C::kNormalizer) leave_flow_of_norm(g, smem, step);
+    }
+}
+
+// One warp: the gates a chunk ahead, and dn.
 template <class C>
 __device__ inline void load_gates_and_carry_norm(const GradientsGlobals& g, GradientsMemory<C>& smem) {
-    load_gates(g, smem, 0);
-    if constexpr (C::kNormalizer) {
-        NormGradient<C> norm(g, smem);
+    if constexpr (C::kNormalizer)
+        carry_norm_gradient(g, smem);
+    else
 #pragma unroll 1
-        for (int step = 0; step < smem.task.chunks; step++) {
-            load_gates(g, smem, step + 1);
-            norm.walk_chunk(step);
-        }
-        norm.store_leaving();
-    } else {
-#pragma unroll 1
-        for (int step = 1; step < smem.task.chunks; step++) load_gates(g, smem, step);
-    }
+        for (int step = 0; step < smem.task.chunks; step++) load_gates(g, smem, step);
 }
 
 // Stores what has taken the place of tiles, and loads tiles of a later chunk there, by one warp.
