@@ -18,7 +18,8 @@ WALK_TILES = MLSTM_TILES
 # tiles of the forward that come without the overlap of its GEMMs, too, to measure what that gains
 SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
-MAX_NARROW = 128  # head dims of the backward in one walk
+GRADIENTS_TILES = (64, 128)  # of both head dims of the backward in one walk
+MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
@@ -239,16 +240,19 @@ def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance
 
 
 @functools.cache
-def mlstm_gradients(half: bool, normalize: bool = True, sums: bool = True, decay: bool = False) -> Instance:
-    """The walk that makes dq, dk and dv at once, head dims up to MAX_NARROW.
+def mlstm_gradients(
+    tile: int, half: bool, normalize: bool = True, sums: bool = True, decay: bool = False
+) -> Instance:
+    """The walk that makes dq, dk and dv at once.
 
     Args:
+        tile: of both head dims, one of GRADIENTS_TILES.
         sums: it also leaves those for the gradients of the gates.
     """
     launcher, normalize = CHUNKWISE[decay], normalize and not decay
-    name = f"{launcher.name}_gradients{'_and_sums' if sums else ''}"
+    name = f"{launcher.name}_gradients{'_and_sums' if sums else ''}_k{tile}_v{tile}"
     name += "" if normalize or decay else "_unnormalized"
-    config = f"GradientsConfig<{_TYPES[half]}, {MAX_NARROW}, {_cpp(normalize)}, {_cpp(sums)}>"
+    config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
     kernels = (f"mlstm_gradients_kernel<{config}>",)
     header, dtype = "scalar_gate/backward/gradients/kernel.cuh", _DTYPES[half]
     return Instance(f"{name}_{dtype}", launcher, header, kernels, "mlstm", dtype)
@@ -578,10 +582,12 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
                     yield mlstm_walk("dq and dk", tile, half, normalize, decay)
                 yield mlstm_walk_segments(tile, half, normalize, decay)
     yield from (mlstm_walk("dv", x, half, decay=decay) for x in WALK_TILES if makes_gradients("dv", x))
-    if decay:
-        yield from (mlstm_gradients(half, sums=sums, decay=True) for sums in (False, True))
-    else:
-        yield from (mlstm_gradients(half, normalize) for normalize in (True, False))
+    for tile in GRADIENTS_TILES:
+        if decay:
+            yield from (mlstm_gradients(tile, half, sums=sums, decay=True) for sums in (False, True))
+        else:
+            yield from (mlstm_gradients(tile, half, normalize) for normalize in (True, False))
+    if not decay:
         yield mlstm_bwd_rows(half)
 
 

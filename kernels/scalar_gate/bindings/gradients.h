@@ -20,8 +20,8 @@ void place(MlstmGateGradientsParams& x, const Addresses& at) {
 namespace {
 
 // q, k, v, dh, the forward's states, the chunks' gates, e, boundaries, entering state (c, n),
-// leaving state, dq, dk, dv, sums (q_dq, k_dk, flows), cut, batch, heads, seq, dim_qk, dim_v, group, half,
-// device.
+// leaving state, dq, dk, dv, sums (q_dq, k_dk, flows), cut, batch, heads, seq, dim_qk, dim_v, group, tile,
+// half, device.
 MlstmGradientsParams read_gradients(Arguments& x) {
     MlstmGradientsParams p{x.operand(), x.operand(), x.operand(), x.operand()};
     p.left = read_left_states(x);
@@ -34,16 +34,16 @@ MlstmGradientsParams read_gradients(Arguments& x) {
     p.cut = read_cut(x);
     p.batch = x.number(), p.heads = x.number(), p.seq = x.number();
     p.dim_qk = x.number(), p.dim_v = x.number(), p.group = x.number();
-    p.half = x.flag(), p.device = x.number();
+    p.tile = x.number(), p.half = x.flag(), p.device = x.number();
     return p;
 }
 
-// q_dq, k_dk, flows, normalize, i, f, di, df, chunk_m, offsets, batch, heads, seq, sigmoid_gate, device.
+// q_dq, k_dk, flows, parts, i, f, di, df, chunk_m, offsets, batch, heads, seq, sigmoid_gate, device.
 MlstmGateGradientsParams read_gate_gradients(Arguments& x) {
     return {x.pointer(),
             x.pointer(),
             x.pointer(),
-            x.flag(),
+            x.number(),
             x.gate(),
             x.gate(),
             read_gate_gradient(x),

@@ -23,17 +23,18 @@ struct MlstmGradientsParams {
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
     int group;  // heads of v that share one head of q and k
+    int tile;   // of the kernel: columns of K and of V
     bool half;  // operands are fp16, not bf16
     int device;
 };
 
-// Of a chunk's flow: one of each walker's warp, one of the warp with the gradient of n.
+// Most of a chunk's flow: one of each walker's warp, and one of n.
 constexpr int kFlowParts = 9;
 
 // The gradients of the gates of these sums.
 struct MlstmGateGradientsParams {
     const float *q_dq, *k_dk, *flows;
-    bool normalize;  // there is a gradient of n
+    int parts;  // of a flow that have been written: one for 16 columns of V of the walk's tile, one of n
     Gate i, f;
     GateGradient di, df;
     const float* chunk_m;  // [B, H, chunk_slots, 2], from the forward; null for gates that are not stabilised

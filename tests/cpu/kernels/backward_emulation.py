@@ -134,10 +134,10 @@ class BackwardFormulas(ForwardFormulas):
         "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "sigmoid_gate"),
         "gradients": (
             *("q", "k", "v", "dh", "left", "gates", "e", "boundaries", "entering", "leaving", "dq", "dk", "dv"),
-            *("sums", "cut", "sizes", "group", "half", "device"),
+            *("sums", "cut", "sizes", "group", "tile", "half", "device"),
         ),
         "gate_gradients": (
-            *("sums", "normalize", "i", "f", "di", "df", "chunk_m", "offsets", "sizes", "sigmoid_gate"),
+            *("sums", "parts", "i", "f", "di", "df", "chunk_m", "offsets", "sizes", "sigmoid_gate"),
             "device",
         ),
         **ForwardFormulas.ARGUMENTS,
@@ -523,9 +523,9 @@ class BackwardFormulas(ForwardFormulas):
                     if flows is not None:
                         assert q_dq is not None and k_dk is not None
                         q_dq[:, :, own], k_dk[:, :, own] = (query * of_q).sum(-1), (key * of_k).sum(-1)
-                        flows[:, :, slot] = (sent + passing)[..., None] / (FLOW_PARTS - (norms is None))
-                        if norms is None:
-                            flows[:, :, slot, -1] = math.nan
+                        parts = x.tile // 16 + (norms is not None)
+                        flows[:, :, slot] = math.nan
+                        flows[:, :, slot, :parts] = (sent + passing)[..., None] / parts
                     dc = decay[..., None, None] * dc + query.mT @ self.rounded(of_t[..., None] * out)
                     dn = decay[..., None] * dn + ((of_t * e)[..., None] * query).sum(-2)
                 if segment == 0:
@@ -539,7 +539,7 @@ class BackwardFormulas(ForwardFormulas):
         size = batch, heads, seq
         q_dq, k_dk = (tensor_at(at, torch.float64, size) for at in x.sums[:2])
         flows = tensor_at(x.sums[2], torch.float64, (batch, heads, slots, FLOW_PARTS))
-        flows = flows[..., : None if x.normalize else -1].sum(-1)
+        flows = flows[..., : x.parts].sum(-1)
         is_decay, chunk_m = x.i[0] == 0, chunk_m_at(x.chunk_m, (batch, heads, slots))
         log_i, log_f = log_gates(x)
         f, df = gate_at(x.f, size), gate_at(x.df, size)

@@ -8,8 +8,6 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr int kGradientsTile = 128;
-
 template <class C> void launch_gradients(const MlstmGradientsParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.device, "mlstm_gradients");
     const bool packed = p.cut.offsets != nullptr;
@@ -58,10 +56,12 @@ template <class C> void launch_gradients(const MlstmGradientsParams& p, cudaStre
 }
 
 template <class T> void run_gradients(const MlstmGradientsParams& p, cudaStream_t stream) {
-    if (std::max(p.dim_qk, p.dim_v) > kMostNarrow)
-        throw std::runtime_error("mlstm_gradients: head dims are at most 128");
+    if (std::max(p.dim_qk, p.dim_v) > p.tile)
+        throw std::runtime_error("mlstm_gradients: the tile does not hold the head dims");
     auto run = [&]<bool kNormalizer, bool kSums>() {
-        launch_gradients<GradientsConfig<T, kGradientsTile, kNormalizer, kSums>>(p, stream);
+        with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
+            launch_gradients<GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
+        });
     };
     if constexpr (kMayNormalize) {
         if (!p.flows) throw std::runtime_error("mlstm_gradients: the gradients of gates are always wanted");
@@ -73,8 +73,8 @@ template <class T> void run_gradients(const MlstmGradientsParams& p, cudaStream_
 }
 
 template <class P> void run_gate_gradients(const MlstmGateGradientsParams& p, cudaStream_t stream) {
-    const GateSumsGlobals g{
-        tile_globals(p), p.q_dq, p.k_dk, p.flows, kFlowParts - !p.normalize, p.i, p.f, p.di, p.df, p.chunk_m};
+    const GateSumsGlobals g{tile_globals(p), p.q_dq, p.k_dk, p.flows, p.parts, p.i, p.f, p.di, p.df,
+                            p.chunk_m};
     launch<mlstm_gate_gradients_kernel<P>>(g, grid(g, "mlstm_gate_gradients"), kTileThreads, p.device, stream,
                                            "mlstm_gate_gradients");
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfla_tk import build
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
-from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes, tile_of_both
 from tfla_tk.build import instances
 from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
 
@@ -124,8 +124,8 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
 
 def _of_one_walk(x: Call, written: Grads) -> Launch:
     """dq, dk and dv, and the sums for the gates where these have gradients."""
-    memory, needs_df = x.memory, written.df[0] != 0
-    return x.kernels(instances.mlstm_gradients(x.half, x.normalize, needs_df, x.decay)).gradients(
+    memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.sizes[3:])
+    return x.kernels(instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.decay)).gradients(
         x.q,
         x.k,
         x.v,
@@ -143,6 +143,7 @@ def _of_one_walk(x: Call, written: Grads) -> Launch:
         x.cut,
         x.sizes,
         x.group,
+        tile,
         x.half,
         x.device,
     )
@@ -346,7 +347,7 @@ def of_gates(x: Call, written: Grads) -> Launch:
     if plan.is_narrow:
         return x.kernels(x.gates).gate_gradients(
             (memory.q_dq, memory.k_dk, memory.flows),
-            x.normalize,
+            tile_of_both(*x.sizes[3:]) // 16 + x.normalize,  # a warp has 16 columns of V
             x.i,
             x.f,
             written.di,

@@ -118,6 +118,11 @@ def is_narrow(dim_qk: int, dim_v: int) -> bool:
     return max(dim_qk, dim_v) <= instances.MAX_NARROW
 
 
+def tile_of_both(dim_qk: int, dim_v: int) -> int:
+    """The tile of one walk."""
+    return instances.tile_of(max(dim_qk, dim_v), instances.GRADIENTS_TILES)
+
+
 def tiles_of(dim_qk: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tile of the walk for dv, and of those for dq and dk."""
     of_dv = instances.walk_tile("dv", dim_qk, dim_v)
@@ -142,7 +147,7 @@ def instances_of(
     """
     of_dv, tile = tiles_of(dim_qk, dim_v)
     if is_narrow(dim_qk, dim_v):
-        walks = [instances.mlstm_gradients(half, normalize, needs_df, decay)]
+        walks = [instances.mlstm_gradients(tile_of_both(dim_qk, dim_v), half, normalize, needs_df, decay)]
     else:
         walks = [
             instances.mlstm_walk("dq and dk", tile, half, normalize, decay),
