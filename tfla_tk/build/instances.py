@@ -582,11 +582,11 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
                     yield mlstm_walk("dq and dk", tile, half, normalize, decay)
                 yield mlstm_walk_segments(tile, half, normalize, decay)
     yield from (mlstm_walk("dv", x, half, decay=decay) for x in WALK_TILES if makes_gradients("dv", x))
-    for tile in GRADIENTS_TILES:
+    for of_both in GRADIENTS_TILES:
         if decay:
-            yield from (mlstm_gradients(tile, half, sums=sums, decay=True) for sums in (False, True))
+            yield from (mlstm_gradients(of_both, half, sums=sums, decay=True) for sums in (False, True))
         else:
-            yield from (mlstm_gradients(tile, half, normalize) for normalize in (True, False))
+            yield from (mlstm_gradients(of_both, half, normalize) for normalize in (True, False))
     if not decay:
         yield mlstm_bwd_rows(half)
 

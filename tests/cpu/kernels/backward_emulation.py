@@ -133,7 +133,21 @@ class BackwardFormulas(ForwardFormulas):
         ),
         "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "sigmoid_gate"),
         "gradients": (
-            *("q", "k", "v", "dh", "left", "gates", "e", "boundaries", "entering", "leaving", "dq", "dk", "dv"),
+            *(
+                "q",
+                "k",
+                "v",
+                "dh",
+                "left",
+                "gates",
+                "e",
+                "boundaries",
+                "entering",
+                "leaving",
+                "dq",
+                "dk",
+                "dv",
+            ),
             *("sums", "cut", "sizes", "group", "tile", "half", "device"),
         ),
         "gate_gradients": (
@@ -416,7 +430,6 @@ class BackwardFormulas(ForwardFormulas):
             di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
 
-
     def compute_forward(self, x: SimpleNamespace) -> None:
         """What a forward leaves for the backward: states in units of their own, transposed."""
         batch, heads, seq, dim_qk, dim_v = x.sizes
@@ -510,7 +523,9 @@ class BackwardFormulas(ForwardFormulas):
                     passing = torch.zeros_like(decay)
                     if chunk % STATE_CHUNKS == 0:
                         of_q = of_t[..., None] * of_q
-                        passing = decay * of_state[..., 0, 0] * ((c * rounded).sum((-2, -1)) + (n * dn).sum(-1))
+                        passing = (
+                            decay * of_state[..., 0, 0] * ((c * rounded).sum((-2, -1)) + (n * dn).sum(-1))
+                        )
                     else:
                         before = sequence.tokens(chunk - 1)
                         _, _, of_before, decay_before = walk.chunk_factors(before, slot - 1)
@@ -553,7 +568,9 @@ class BackwardFormulas(ForwardFormulas):
                 given = (q_dq - k_dk)[:, :, own]
                 flow = flows[:, :, slot, None]
                 if chunk % STATE_CHUNKS:
-                    most = (log_i[:, :, own] - log_f[:, :, own].cumsum(-1)).amax(-1, keepdim=True) / math.log(2)
+                    most = (log_i[:, :, own] - log_f[:, :, own].cumsum(-1)).amax(-1, keepdim=True) / math.log(
+                        2
+                    )
                     m_in = 0.0 if chunk_m is None else chunk_m[:, :, slot, None]
                     forgets = most - m_in > FORGOTTEN[chunk_m is not None]
                     from_before = flows[:, :, slot - 1, None] - given.sum(-1, keepdim=True)

@@ -387,7 +387,9 @@ def test_rounding_noise_of_one_walk(forget_bias: float, gate: str, backward_form
     """Operands rounded to bf16 where the kernels round them: it does not grow with the sequence."""
     given = draw_rounded(gate, 4096, forget_bias, dims=(64, 64))
     backward_formulas.rounded = to_bf16
-    for name, a, b in zip(TOKENS, backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given), strict=False):
+    for name, a, b in zip(
+        TOKENS, backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given), strict=False
+    ):
         assert error(a, b) <= (3e-3 if name in "qkv" else 6e-3), name
 
 
@@ -403,7 +405,9 @@ def test_rounding_noise_of_a_decay(rate: float, backward_formulas: Any) -> None:
     x["f"] = decay - torch.log(-torch.expm1(decay))
     given = arguments("sig_unnormalised", x, last=False, dh=to_bf16(torch.randn_like(x["v"])))
     backward_formulas.rounded = to_bf16
-    dg, want = (of(*given)[4] / torch.sigmoid(-x["f"]) for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd))
+    dg, want = (
+        of(*given)[4] / torch.sigmoid(-x["f"]) for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd)
+    )
     for own in (slice(0, None, 23), slice(None)):
         assert error(dg[..., own], want[..., own]) <= 5e-3
     assert error((dg * decay).sum(-1), (want * decay).sum(-1)) <= 2e-2

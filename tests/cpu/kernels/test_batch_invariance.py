@@ -203,7 +203,12 @@ def test_a_backward_takes_the_cut_of_its_forward(
 @pytest.mark.parametrize("gate", GATES)
 @WALKS
 def test_gradients(
-    dims: tuple[int, int], gate: str, chunks: int, lengths: list[int] | None, backward_formulas: Any, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int],
+    gate: str,
+    chunks: int,
+    lengths: list[int] | None,
+    backward_formulas: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the formulas of the kernels, with and without borders."""
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", chunks)

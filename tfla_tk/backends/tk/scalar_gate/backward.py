@@ -3,9 +3,9 @@
 The gates are scanned before the walks, and the gradients of the gates come after them
 (docs/mlstm-backward.md). With head dims of at most 128 one walk makes all three large gradients, from the
 last chunk to the first, and reads the states that the forward has left. Else they are three walks of the same
-kernel, mlstm_pass, with other operands. It walks (queries, keys, values) chunk by chunk with a state keys x values on chip, for dk and dv from the
-last chunk to the first. With the gates W_tj, the normaliser w_t, s = K^-1/2 and
-e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
+kernel, mlstm_pass, with other operands. It walks (queries, keys, values) chunk by chunk with a state keys x
+values on chip, for dk and dv from the last chunk to the first. With the gates W_tj, the normaliser w_t, s =
+K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
 
                                                                             queries  keys  values
     dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j + from the state    dh      v      k

@@ -23,7 +23,7 @@ from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
-from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots, state_slots
+from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
 
 # q, k, v, i, f, the initial state c, n, m, and cu_seqlens; there is no i with a scalar decay
@@ -201,8 +201,10 @@ class Forward:
             )
         self._workspace_size = -(-kernel.workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
         # what a forward leaves, but for the memory that has it
-        self._left = (cut, kernel.workspace_offsets(slots, dim_qk, dim_v)) if kept else None
-        self._left_size = 0
+        self._left: tuple[Cut, tuple[int, int]] | None = None
+        self._left_size = of_units = of_norms = 0
+        if kept:
+            self._left = cut, kernel.workspace_offsets(slots, dim_qk, dim_v)
         if options.keep_states and one_walk:
             count = batch * heads * state_slots(seq, cu_seqlens)
             sizes_left = (
@@ -210,8 +212,8 @@ class Forward:
                 tk_walks.FLOAT * count,
                 tk_walks.FLOAT * count * dim_qk,
             )
-            *places, size = itertools.accumulate(map(tk_walks.aligned, sizes_left))
-            self._left = (cut, tuple(places))
+            of_units, of_norms, size = itertools.accumulate(map(tk_walks.aligned, sizes_left))
+            self._left = cut, (of_units, of_norms)
             self._left_size = -(-size // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = Addresses()
@@ -226,7 +228,6 @@ class Forward:
         rows = [addresses.next() for _ in range(3)]
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
         left = addresses.next(given=self._left_size > 0)
-        of_units, of_norms = self._left[1] if left else (0, 0)
         is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
         prepared = kernel.forward(
             *operands,
@@ -302,8 +303,9 @@ class Forward:
         if written is not h:
             h.copy_(written)
         states = None
-        if self._left is not None:
-            states = KeptStates(workspace if left is None else left, *self._left)
+        memory = workspace if left is None else left
+        if self._left is not None and memory is not None:
+            states = KeptStates(memory, *self._left)
         return h, c, n, m, row_n, row_m, chunk_m, states
 
     def _last_states(self, q: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:

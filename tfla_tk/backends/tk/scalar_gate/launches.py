@@ -112,7 +112,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
 
 
 def of_gradients(x: Call, written: Grads) -> list[Launch]:
-    """The walks. Of three dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks."""
+    """The walks. Of three that for dv leaves dh_t.h_t, but where the plan has rows: e before the walks."""
     if x.plan.is_narrow:
         return [_of_one_walk(x, written)]
     dots = x.row_n != 0 and not x.plan.has_rows
@@ -345,7 +345,9 @@ def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
     if plan.is_narrow:
-        return x.kernels(x.gates).gate_gradients(
+        return x.kernels(
+            x.gates
+        ).gate_gradients(
             (memory.q_dq, memory.k_dk, memory.flows),
             tile_of_both(*x.sizes[3:]) // 16 + x.normalize,  # a warp has 16 columns of V
             x.i,

@@ -123,7 +123,7 @@ def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     return device.supports(call.device, _kernels_of, *_kernel_key(kernel, call))
 
 
-# kernel; tiles of K and V, or tokens and 0; operands' dtype; normaliser, sigmoid gate, gradients, those of gates
+# kernel; tiles of K and V, or tokens and 0; dtype; normaliser, sigmoid gate, gradients, those of gates
 KernelKey = tuple[str, int, int, str, bool, bool, bool, bool]
 
 
