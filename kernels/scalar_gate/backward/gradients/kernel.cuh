@@ -25,7 +25,8 @@ __global__ __launch_bounds__(C::kThreads,
         auto& smem = *reinterpret_cast<GradientsMemory<C>*>(shared_memory);
         const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
         if constexpr (C::kNormalizer)  // no load writes channels past K
-            if (threadIdx.x < C::kDimK) smem.norm[threadIdx.x] = 0.f;
+            if (const int channel = threadIdx.x; channel >= g.dim_k && channel < C::kDimK)
+                smem.norm[channel] = 0.f;
         if (!begin_task<C>(g, smem, blockIdx.x, [&] {
                 g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.dh.prefetch(), g.states.prefetch();
             }))

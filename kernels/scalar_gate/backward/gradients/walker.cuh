@@ -2,10 +2,9 @@
 // them in registers. It makes dv, and of the scores P_ij = s W_ij / w_i q_i.k_j, j <= i, its share of the
 // columns. With `sent` and `received` of walk/gates.cuh, per chunk:
 //   1. Issue the scores. Round dS^T to A operands and hand it to the keys' warpgroup; issue X^T = dS^T K^T.
-//   2. Issue dS^T <- decay dS^T + (received dh)^T Q. Under it gate P, scale X^T by `sent`, and, where they
-//   are
-//      wanted, leave the sums for the gates: of v . X, what tokens send through dS, and of every second chunk
-//      decay <S, dS>, what passes the chunk.
+//   2. Issue dS^T <- decay dS^T + (received dh)^T Q. Under it gate P and scale X^T by `sent`. Where sums for
+//      the gates are wanted, leave v . X, what tokens send through dS, and where S enters the chunk decay
+//      <S, dS>, what passes it.
 //   3. Meet: P is there. Issue dv^T = X^T + dh^T P.
 //   4. dv takes the place of v.
 #pragma once
