@@ -138,9 +138,10 @@ template <class C> struct GradientsOfKeys {
             move<T2>::ldsm4(x[0], x[1], x[2], x[3], (rows ^ (j % 4 * 32)) + j / 4 * Tile::panel_bytes);
             each<0, 4>([&](int k) {
                 const float2 u = to_float2(x[k]), y = result.tiles[0][j].data[k];
-                (k % 2 ? lower : upper) += u.x * y.x + u.y * y.y;
+                float& sum = k % 2 ? lower : upper;
+                sum += u.x * y.x, sum += u.y * y.y;
             });
-            if (j % 2) asm volatile("" : "+f"(upper), "+f"(lower)::"memory");
+            if (j % 4 == 3) asm volatile("" : "+f"(upper), "+f"(lower)::"memory");
         });
         upper = quad_sum(upper), lower = quad_sum(lower);
         const GradientsTask& task = smem.task;

@@ -98,9 +98,9 @@ template <class C> struct GradientsWalker {
             load_transposed(of_tokens, values + 16 * j * kPanelColumns * sizeof(T));
             each<0, 4>([&](int k) {
                 const float2 v = to_float2(of_tokens.tiles[0][0].data[k]), y = x.tiles[0][j].data[k];
-                flow += v.x * y.x + v.y * y.y;
+                flow += v.x * y.x, flow += v.y * y.y;
             });
-            asm volatile("" : "+f"(flow)::"memory");
+            if (j % 2) asm volatile("" : "+f"(flow)::"memory");
         });
         if (GradientsTask::enters_with_state(chunk)) {
             wait(smem.state_arrived, task.states_before(chunk) & 1);
@@ -123,9 +123,9 @@ template <class C> struct GradientsWalker {
             move<T2>::ldsm4(ds[0], ds[1], ds[2], ds[3], shared_address(&smem.gradient) + offset);
             each<0, 4>([&](int n) {
                 const float2 a = to_float2(s[n]), b = to_float2(ds[n]);
-                sum += a.x * b.x + a.y * b.y;
+                sum += a.x * b.x, sum += a.y * b.y;
             });
-            asm volatile("" : "+f"(sum)::"memory");
+            if (k % 2) asm volatile("" : "+f"(sum)::"memory");
         });
         return sum;
     }
