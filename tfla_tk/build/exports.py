@@ -11,6 +11,8 @@ from tfla_tk.core import layout
 EXPECTED: dict[str, Any] = {
     "CHUNK": layout.CHUNK,
     "ANCHOR_CHUNKS": layout.ANCHOR_CHUNKS,
+    "STATE_CHUNKS": layout.STATE_CHUNKS,
+    "FLOW_PARTS": layout.FLOW_PARTS,
     "DELTA_ANCHOR_CHUNKS": layout.DELTA_ANCHOR_CHUNKS,
     "SEGMENT_CHUNKS": layout.SEGMENT_CHUNKS,
     "DELTA_SLICE_COLUMNS": layout.DELTA_SLICE_COLUMNS,

@@ -18,6 +18,8 @@ WALK_TILES = MLSTM_TILES
 # tiles of the forward that come without the overlap of its GEMMs, too, to measure what that gains
 SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
+GRADIENTS_TILES = (64, 128)  # of both head dims of the backward in one walk
+MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
@@ -79,7 +81,7 @@ class Instance:
 
 _EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")
 _SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
-_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS")
+_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "STATE_CHUNKS", "FLOW_PARTS")
 # the chunkwise kernels of mLSTM, and by True those with a scalar decay in the place of its gates
 CHUNKWISE = {
     False: Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE),
@@ -155,6 +157,14 @@ def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
     return tile, min((v for v in slices if v >= dim_values), default=max(slices))
 
 
+def makes_gradients(gradients: str, tile: tuple[int, int]) -> bool:
+    """Whether a walk with a tile of `walk_tile` makes "dv", or "dq and dk". Where both head dims are narrow
+    another walk makes them."""
+    keys, slice_ = tile
+    least = MAX_NARROW + 1 if gradients == "dv" else MAX_NARROW
+    return keys > MAX_NARROW or slice_ >= least
+
+
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
@@ -222,10 +232,30 @@ def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance
     kernels = (
         f"mlstm_bwd_scan_kernel<{policy}>",
         f"mlstm_bwd_gates_kernel<{policy}>",
+        f"mlstm_gate_gradients_kernel<{policy}>",
         "mlstm_bwd_flows_kernel",
     )
     name = f"{launcher.name}_bwd_gates{'' if decay else f'_{gate}'}"
     return Instance(name, launcher, "scalar_gate/backward/gates.cuh", kernels, "mlstm")
+
+
+@functools.cache
+def mlstm_gradients(
+    tile: int, half: bool, normalize: bool = True, sums: bool = True, decay: bool = False
+) -> Instance:
+    """The walk that makes dq, dk and dv at once.
+
+    Args:
+        tile: of both head dims, one of GRADIENTS_TILES.
+        sums: it also leaves those for the gradients of the gates.
+    """
+    launcher, normalize = CHUNKWISE[decay], normalize and not decay
+    name = f"{launcher.name}_gradients{'_and_sums' if sums else ''}_k{tile}_v{tile}"
+    name += "" if normalize or decay else "_unnormalized"
+    config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
+    kernels = (f"mlstm_gradients_kernel<{config}>",)
+    header, dtype = "scalar_gate/backward/gradients/kernel.cuh", _DTYPES[half]
+    return Instance(f"{name}_{dtype}", launcher, header, kernels, "mlstm", dtype)
 
 
 @functools.cache
@@ -264,8 +294,10 @@ def mlstm_walk(
 def mlstm_walk_segments(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
-    """What sums up the states at the start of the segments of the walks for dq and dk."""
-    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", "dq and dk"
+    """What sums up the states at the start of the segments of the walks for dq and dk, and their gradients
+    at the end of the segments of one walk."""
+    gradients = "dq and dk" if makes_gradients("dq and dk", tile) else "dk"
+    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", gradients
     return _of_walks(*of, tile, half, normalize, decay)
 
 
@@ -546,9 +578,15 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
             yield mlstm_fwd_states(tile, half, normalize, decay)
         for tile in WALK_TILES:
             if tile[1] < 256:
-                yield mlstm_walk("dq and dk", tile, half, normalize, decay)
+                if makes_gradients("dq and dk", tile):
+                    yield mlstm_walk("dq and dk", tile, half, normalize, decay)
                 yield mlstm_walk_segments(tile, half, normalize, decay)
-    yield from (mlstm_walk("dv", tile, half, decay=decay) for tile in WALK_TILES)
+    yield from (mlstm_walk("dv", x, half, decay=decay) for x in WALK_TILES if makes_gradients("dv", x))
+    for of_both in GRADIENTS_TILES:
+        if decay:
+            yield from (mlstm_gradients(of_both, half, sums=sums, decay=True) for sums in (False, True))
+        else:
+            yield from (mlstm_gradients(of_both, half, normalize) for normalize in (True, False))
     if not decay:
         yield mlstm_bwd_rows(half)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 # The kernels' modules export these, and a module whose own differ is not loaded (build/exports.py).
 CHUNK = 64  # tokens
 ANCHOR_CHUNKS = 8  # from one anchor of the backward to the next
+STATE_CHUNKS = 2  # from one state that a forward with one decay per token leaves to the next
+FLOW_PARTS = 9  # of the flow of gradient through a chunk
 DELTA_ANCHOR_CHUNKS = 4  # the same of the delta rule
 SEGMENT_CHUNKS = 16  # of a segment of the delta rule's walks over the states
 DELTA_SLICE_COLUMNS = 128  # of V, of a CTA of the delta rule's walks for dq and dk
@@ -39,13 +41,14 @@ class Cut(NamedTuple):
 
 
 class KeptStates(NamedTuple):
-    """The states at the cuts of a forward's sequences, for its backward.
+    """States of a forward for its backward: with head dims of at most 128 those before every second chunk of
+    64 tokens, transposed and in 16 bits, else those at the cuts of its sequences.
 
     Attributes:
         workspace: of the forward's kernels.
         cut: of the forward's sequences.
-        offsets: bytes from the start of the workspace to c [slots, K, V] and n [slots, K], which is written
-            with a normaliser only.
+        offsets: bytes from the start of the workspace to the states and to n, which is written with a
+            normaliser only.
     """
 
     workspace: Tensor
@@ -73,6 +76,12 @@ def state_dtype(q: Tensor) -> torch.dtype:
 def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
     """Entries per head for what is stored once per chunk; packed sequences begin a chunk each."""
     return (seq + CHUNK - 1) // CHUNK + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+def state_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
+    """The same for what is stored once per STATE_CHUNKS chunks."""
+    tokens = CHUNK * STATE_CHUNKS
+    return (seq + tokens - 1) // tokens + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
 def dense_like(x: Tensor, device: str | None = None) -> Tensor:

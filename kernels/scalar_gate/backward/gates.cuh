@@ -2,4 +2,5 @@
 #pragma once
 
 #include "scalar_gate/backward/gate_gradients.cuh"
+#include "scalar_gate/backward/gradients/gate_gradients.cuh"
 #include "scalar_gate/backward/scan.cuh"

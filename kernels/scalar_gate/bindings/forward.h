@@ -11,13 +11,14 @@ void place(MlstmFwdParams& x, const Addresses& at) {
     at.all(x.q, x.walk.k, x.walk.v, x.h, x.walk.i, x.walk.f, x.walk.cut.offsets, x.walk.workspace);
     place(x.walk.initial, at);
     place(x.last, at);
-    at.all(x.row_n, x.row_m, x.chunk_m);
+    at.all(x.row_n, x.row_m, x.chunk_m, x.left.states, x.left.units, x.left.norms);
 }
 
 namespace {
 
-// q, k, v, h, i, f, initial and last state, row_n, row_m, chunk_m (0: not wanted), cut, workspace, batch,
-// heads, seq, dim_qk, dim_v, group, tile_qk, slice_v, scale, eps, half, sigmoid_gate, normalize, device.
+// q, k, v, h, i, f, initial and last state, row_n, row_m, chunk_m, states for the backward (0: not wanted),
+// cut, workspace, batch, heads, seq, dim_qk, dim_v, group, tile_qk, slice_v, scale, eps, half, sigmoid_gate,
+// normalize, device.
 MlstmFwdParams read_forward(Arguments& x) {
     MlstmFwdParams p{};
     MlstmFwdWalk& walk = p.walk;
@@ -25,6 +26,7 @@ MlstmFwdParams read_forward(Arguments& x) {
     walk.i = x.gate(), walk.f = x.gate();
     walk.initial = read_state(x), p.last = read_state(x);
     p.row_n = x.pointer(), p.row_m = x.pointer(), p.chunk_m = x.pointer();
+    p.left = read_left_states(x);
     walk.cut = read_cut(x), walk.workspace = x.pointer<void>();
     walk.batch = x.number(), walk.heads = x.number(), walk.seq = x.number();
     walk.dim_qk = x.number(), walk.dim_v = x.number(), walk.group = x.number();

@@ -32,6 +32,26 @@ constexpr int kAnchorChunks = 8;
 // so many slots apart, also across packed sequences, since each of these begins without an anchor.
 inline int anchor_slots(int slots, int chunks = kAnchorChunks) { return slots / chunks + 1; }
 
+// With K and V up to kMostNarrow a forward leaves the states of every sequence for its backward that enter
+// chunks 0, kStateChunks and so on.
+constexpr int kStateChunks = 2, kMostNarrow = 128;
+
+// Slots per head of these states. The state that enters chunk c of an unpacked sequence has slot c /
+// kStateChunks. In packed sequence s, which starts at token t, it has slot t / (64 kStateChunks) + s + c /
+// kStateChunks.
+inline int state_slots(int seq, int sequences, bool packed) {
+    constexpr int kTokens = kChunk * kStateChunks;
+    return (seq + kTokens - 1) / kTokens + (packed ? sequences : 0);
+}
+
+// Such states, transposed, as they lie in the forward: [B, H, state_slots, V, K] of the operands' type, and n
+// [B, H, state_slots, K], which goes with the normaliser. Both are to be multiplied by 2^unit, [B, H,
+// state_slots].
+struct LeftStates {
+    void* states;
+    float *units, *norms;
+};
+
 // One chunk's gates as the walks of the backward read them (backward/walk/gates.cuh).
 struct ChunkGates;
 
@@ -65,8 +85,9 @@ struct MlstmFwdParams {
     float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
     // [B, H, chunk_slots, 2]: m at every chunk's start, log2 units, as high and low part; null: not wanted
     float* chunk_m;
-    float scale;  // of q k^T
-    float eps;    // added to the normaliser after the max
+    LeftStates left;  // null: not wanted
+    float scale;      // of q k^T
+    float eps;        // added to the normaliser after the max
 };
 
 // Bytes of the workspace of a call whose sequences are cut, for (segments - sequences) * heads slots.

@@ -10,6 +10,9 @@ namespace tfla_tk {
 // c, n, log2_decay; 0 where there is none.
 inline Boundaries read_boundaries(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer<double>()}; }
 
+// states, units, n; 0 where there is none.
+inline LeftStates read_left_states(Arguments& x) { return {x.pointer<void>(), x.pointer(), x.pointer()}; }
+
 // c, n, m; 0 where there is none.
 inline State read_state(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer()}; }
 

@@ -5,6 +5,7 @@
 // sequences are cut, two kernels before it compute the state that arrives at every segment:
 //   mlstm_states    sums what each segment adds to the state (segment_sums.cuh)
 //   mlstm_combine   carries the states from segment to segment (carry.cuh)
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -35,6 +36,7 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             (p.dim_v + p.slice_v - 1) / p.slice_v,
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
+            0,
             p.sigmoid_gate};
 }
 
@@ -65,22 +67,35 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
         return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
     };
-    const Globals g{fwd_walk_globals(walk),
-                    map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
-                    walk.k,
-                    walk.v,
-                    GateWords(walk.i),
-                    GateWords(walk.f),
-                    map(p.h, walk.heads, walk.dim_v, kBoxRows),
-                    map(p.h, walk.heads, walk.dim_v, 1),
-                    map(p.h, walk.heads, walk.dim_v, kChunk),
-                    p.last,
-                    p.row_n,
-                    p.row_m,
-                    p.chunk_m,
-                    p.scale,
-                    p.eps,
-                    high_and_low(std::log2(static_cast<double>(p.scale)))};
+    const int slots =
+        p.left.states ? state_slots(walk.seq, walk.cut.sequences, walk.cut.offsets != nullptr) : 0;
+    if (slots && std::max(walk.dim_qk, walk.dim_v) > kMostNarrow)
+        throw std::runtime_error("mlstm_fwd: states are left with head dims of at most 128");
+    const int64_t of_state = static_cast<int64_t>(walk.dim_qk) * walk.dim_v;
+    const int states = walk.batch * walk.heads * slots;
+    // NOTES: a map of what is not there is of something else
+    const TensorMap of_h = map(p.h, walk.heads, walk.dim_v, kBoxRows);
+    Globals g{fwd_walk_globals(walk),
+              map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
+              walk.k,
+              walk.v,
+              GateWords(walk.i),
+              GateWords(walk.f),
+              of_h,
+              map(p.h, walk.heads, walk.dim_v, 1),
+              map(p.h, walk.heads, walk.dim_v, kChunk),
+              p.last,
+              p.row_n,
+              p.row_m,
+              p.chunk_m,
+              slots ? TensorMap({p.left.states, states * of_state, of_state, walk.dim_qk}, 1, states,
+                                walk.dim_v, walk.dim_qk, kSliceV, walk.half)
+                    : of_h,
+              p.left,
+              p.scale,
+              p.eps,
+              high_and_low(std::log2(static_cast<double>(p.scale)))};
+    g.state_slots = slots;
     auto start = [&]<auto kKernel, int kSharedBytes>(int threads, int cluster = 1) {
         launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
                                       cluster);

@@ -60,6 +60,7 @@ struct FwdWalkGlobals {
     int heads, seq, dim_qk, dim_v, slices;
     int group;        // heads that share one of q and k
     int chunk_slots;  // of chunk_m
+    int state_slots;  // of the states for the backward; 0: not wanted
     bool sigmoid_gate;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
@@ -72,6 +73,8 @@ struct Globals : FwdWalkGlobals {
     TensorMap h, h_row, h_chunk;  // boxes of 16 rows, of one and of a chunk's
     State last;
     float *row_n, *row_m, *chunk_m;
+    TensorMap states;  // for the backward, boxes of a CTA's rows
+    LeftStates left;
     float scale, eps;
     FloatPair log2_scale;
 };
@@ -86,6 +89,8 @@ struct Task {
     int64_t index;     // sequence * heads + head, of the caller's states
     int64_t slot;      // of the workspace; the next segment has slot + heads
     int64_t chunk;     // entry of the first chunk in chunk_m
+    int first_chunk;   // of its sequence
+    int first_state;   // slot of the sequence's first state for the backward; < 0: they are not wanted
 
     // Called by whole warps.
     template <class C> __device__ static inline Task of_block(const FwdWalkGlobals& g, int block) {
@@ -94,6 +99,9 @@ struct Task {
         const int batch = g.packed() ? 0 : s.sequence;
         // the segments before it in its sequence hold whole chunks
         const int chunks_before = s.first_row / kChunk + (g.packed() ? s.sequence : 0);
+        const int first_chunk = s.number * g.cut.segment_chunks;
+        const int start = s.first_row - first_chunk * kChunk;
+        const int states_before = g.packed() ? start / (kChunk * kStateChunks) + s.sequence : 0;
         return {batch,
                 head,
                 block % g.slices * C::kSliceV,
@@ -105,7 +113,19 @@ struct Task {
                 s.number + 1 == s.count,
                 static_cast<int64_t>(s.sequence) * g.heads + head,
                 Workspace::slot(s, segment, g.heads) + head,
-                (static_cast<int64_t>(batch) * g.heads + head) * g.chunk_slots + chunks_before};
+                (static_cast<int64_t>(batch) * g.heads + head) * g.chunk_slots + chunks_before,
+                first_chunk,
+                g.state_slots ? (batch * g.heads + head) * g.state_slots + states_before : -1};
+    }
+
+    // Whether the state that enters a chunk of the segment is left for the backward, and its slot, counted
+    // over all heads.
+    __device__ inline bool leaves_states() const { return first_state >= 0; }
+    __device__ inline bool leaves_state(int chunk) const {
+        return leaves_states() && (first_chunk + chunk) % kStateChunks == 0;
+    }
+    __device__ inline int state_slot(int chunk) const {
+        return first_state + (first_chunk + chunk) / kStateChunks;
     }
 
     // The task's first element of a [B, H, S] vector.

@@ -13,6 +13,8 @@ from tfla_tk.build.exports import EXPECTED, check_exports
 OTHERS = {
     "CHUNK": 128,
     "ANCHOR_CHUNKS": 4,
+    "STATE_CHUNKS": 1,
+    "FLOW_PARTS": 8,
     "DELTA_ANCHOR_CHUNKS": 2,
     "SEGMENT_CHUNKS": 32,
     "DELTA_SLICE_COLUMNS": 64,

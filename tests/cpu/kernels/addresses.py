@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from tfla_tk.core.layout import ANCHOR_CHUNKS
+from tfla_tk.core.layout import ANCHOR_CHUNKS, STATE_CHUNKS
 
 CHUNK = 64
 
@@ -68,6 +68,12 @@ def chunk_slots(offsets: tuple[int, ...], seq: int) -> int:
     return -(-seq // CHUNK) + (count if pointer else 0)
 
 
+def state_slots(offsets: tuple[int, ...], seq: int) -> int:
+    """The same of what there is once per STATE_CHUNKS chunks."""
+    pointer, _, count, *_ = offsets
+    return -(-seq // (CHUNK * STATE_CHUNKS)) + (count if pointer else 0)
+
+
 def operand_at(operand: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     pointer, *strides = operand
     return tensor_at(pointer, torch.float64, shape, *strides, 1)
@@ -101,6 +107,7 @@ class Sequence:
         which: of the states of all sequences.
         start, end: its tokens.
         slot: of its first chunk.
+        state: slot of its first state for the backward.
         segments: the chunks of each.
         boundaries: its own of all.
         batch, heads: of what there is at a boundary.
@@ -110,6 +117,7 @@ class Sequence:
     start: int
     end: int
     slot: int
+    state: int
     segments: list[range]
     boundaries: slice
     batch: int
@@ -137,8 +145,8 @@ def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
         first = start // (CHUNK * chunks_of) if packed else 0
         own = slice(first, first + batch * (len(pieces) - 1))
         which = slice(number, number + 1) if packed else slice(None)
-        slot = start // CHUNK + (number if packed else 0)
-        found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
+        slot, state = (start // (CHUNK * n) + (number if packed else 0) for n in (1, STATE_CHUNKS))
+        found.append(Sequence(which, start, end, slot, state, pieces, own, batch, heads))
     return found
 
 

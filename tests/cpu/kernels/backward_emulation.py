@@ -14,7 +14,8 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.core.layout import ANCHOR_CHUNKS
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+from tfla_tk.core.layout import ANCHOR_CHUNKS, FLOW_PARTS, STATE_CHUNKS
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.reference.common import segment_sum
 
@@ -29,14 +30,20 @@ from .addresses import (
     operand_at,
     sequences_of,
     slices_of,
+    state_slots,
     states_at,
     sums_at,
     tensor_at,
 )
-from .stand_in import Kernels, placed
+from .forward_emulation import ForwardFormulas
+from .stand_in import placed
 
 SLOW_DECAY = 2.0**-12  # kSlowDecay
 SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
+FORGOTTEN = {False: 12.0, True: 24.0}  # kForgotten, by whether gates are stabilised
+CLOSED = -30 * math.log(2)  # kClosed
+LEAST_LOG_GATE = -2e5  # kLeastLogGate
+UNIT = -3.0  # of the states that a forward leaves
 
 # what a walk and the sums of its segments have in common
 WALK = (
@@ -95,7 +102,7 @@ def exact(x: Tensor) -> Tensor:
     return x
 
 
-class BackwardFormulas(Kernels):
+class BackwardFormulas(ForwardFormulas):
     """tk_backward.mlstm_bwd with the formula of every kernel in its place, in fp64.
 
     Attributes:
@@ -125,11 +132,34 @@ class BackwardFormulas(Kernels):
             "ticket",
         ),
         "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "sigmoid_gate"),
+        "gradients": (
+            *(
+                "q",
+                "k",
+                "v",
+                "dh",
+                "left",
+                "gates",
+                "e",
+                "boundaries",
+                "entering",
+                "leaving",
+                "dq",
+                "dk",
+                "dv",
+            ),
+            *("sums", "cut", "sizes", "group", "tile", "half", "device"),
+        ),
+        "gate_gradients": (
+            *("sums", "parts", "i", "f", "di", "df", "chunk_m", "offsets", "sizes", "sigmoid_gate"),
+            "device",
+        ),
+        **ForwardFormulas.ARGUMENTS,
     }
 
     def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
         super().__init__()
-        self.row_factors, self.gate_gradients = row_factors, gate_gradients
+        self.row_factors, self.from_anchors = row_factors, gate_gradients
         self.segment_chunks = 10_000
         self.computes = True
         self.rounded: Callable[[Tensor], Tensor] = exact
@@ -143,12 +173,16 @@ class BackwardFormulas(Kernels):
     def __call__(self, *arguments: Any) -> ops.Grads:
         """The op; what no kernel writes is not a number."""
         self.scanned.clear()
-        tk_backward._backwards.clear()  # for another cut, perhaps
+        for memo in (tk_backward._backwards, tk_forward._forwards):  # for another cut, perhaps
+            memo.clear()
         torch.use_deterministic_algorithms(True)
         try:
             return ops._bwd_cuda(*arguments)
         finally:
             torch.use_deterministic_algorithms(False)
+
+    def workspace_bytes(self, slots: int, dim_qk: int, dim_v: int) -> int:
+        return 8 * slots
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 1
@@ -389,12 +423,183 @@ class BackwardFormulas(Kernels):
         pointer, before, parts, chunks = x.anchors
         assert before == pointer and chunks == ANCHOR_CHUNKS
         known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
-        found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
+        found = self.from_anchors(*sums.values(), known, i, f, chunk_m, flows, bounds)
         if is_decay:
             df.copy_(found[1] / torch.sigmoid(-f))
         else:
             di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
+
+    def compute_forward(self, x: SimpleNamespace) -> None:
+        """What a forward leaves for the backward: states in units of their own, transposed."""
+        batch, heads, seq, dim_qk, dim_v = x.sizes
+        k, v = (
+            operand_at(of, (batch, heads // group, seq, dim)).repeat_interleave(group, 1)
+            for of, dim, group in ((x.k, dim_qk, x.group), (x.v, dim_v, 1))
+        )
+        log_i, log_f = log_gates(x)
+        left, units, norms = left_at(x.left, x)
+        count = x.cut[2]
+        shapes = (count, heads, dim_qk, dim_v), (count, heads, dim_qk), (count, heads, 1)
+        initial = [
+            tensor_at(at, torch.float64, shape) if at else torch.zeros(shape, dtype=torch.float64)
+            for at, shape in zip(x.states[:3], shapes, strict=True)
+        ]
+        for sequence in sequences_of(x.cut, heads, seq):
+            c, n, m = (state[sequence.which] for state in initial)
+            for chunk in (chunk for chunks in sequence.segments for chunk in chunks):
+                if chunk % STATE_CHUNKS == 0:
+                    slot = sequence.state + chunk // STATE_CHUNKS
+                    units[:, :, slot] = UNIT
+                    left[:, :, slot] = self.rounded(c.mT / 2**UNIT)
+                    if norms is not None:
+                        norms[:, :, slot] = n / 2**UNIT
+                own = sequence.tokens(chunk)
+                b = log_f[:, :, own].cumsum(-1)
+                a = log_i[:, :, own] - b
+                most = -b[..., -1:] if x.sigmoid_gate else torch.maximum(m, a.amax(-1, keepdim=True))
+                key = torch.exp(a - most)[..., None] * k[:, :, own]
+                decay = torch.exp(m - most)
+                c = decay[..., None] * c + self.rounded(key).mT @ v[:, :, own]
+                n = decay * n + key.sum(-2)
+                if not x.sigmoid_gate:
+                    m = b[..., -1:] + most
+
+    def compute_gradients(self, x: SimpleNamespace) -> None:
+        """The walk that makes dq, dk and dv at once."""
+        scan, log2_w = self.scanned[x.gates]
+        assert scan.offsets == x.cut[:3] and scan.sizes == x.sizes[:3]
+        x.i, x.f, x.scale, x.sigmoid_gate = scan.i, scan.f, scan.scale, scan.sigmoid_gate
+        x.log2_w, x.chunk_m = 0 if log2_w is None else log2_w.data_ptr(), scan.chunk_m
+        walk = Walk.of(x)
+        batch, heads, seq, dim_qk, dim_v = x.sizes
+        q, k = (
+            operand_at(of, (batch, heads // x.group, seq, dim_qk)).repeat_interleave(x.group, 1)
+            for of in (x.q, x.k)
+        )
+        v, dh, dv = (operand_at(of, (batch, heads, seq, dim_v)) for of in (x.v, x.dh, x.dv))
+        dq, dk = (operand_at(of, (batch, heads, seq, dim_qk)) for of in (x.dq, x.dk))
+        states, units, norms = left_at(x.left, x)
+        count, boundaries = x.cut[2], boundary_slots(x)
+
+        def pair(addresses: tuple[int, ...], *size: int) -> list[Tensor | None]:
+            shapes = ((*size, dim_qk, dim_v), (*size, dim_qk))
+            return [
+                tensor_at(at, torch.float64, shape) if at else None
+                for at, shape in zip(addresses, shapes, strict=True)
+            ]
+
+        entering, leaving = pair(x.entering, count, heads), pair(x.leaving, count, heads)
+        boundary = pair(x.boundaries[:2], boundaries)
+        q_dq, k_dk, flows = (
+            tensor_at(at, torch.float64, (batch, heads, *shape)) if at else None
+            for at, shape in zip(x.sums, ((seq,), (seq,), (walk.slots, FLOW_PARTS)), strict=True)
+        )
+        zero = torch.zeros(dim_qk, dim_v, dtype=torch.float64)
+        for sequence in walk.sequences:
+            for segment, chunks in reversed([*enumerate(sequence.segments)]):
+                assert chunks.start % STATE_CHUNKS == 0
+                if segment + 1 < len(sequence.segments):
+                    given = [None if y is None else sequence.at(y, segment + 1) for y in boundary]
+                    assert given[0] is not None
+                else:
+                    given = [None if y is None else y[sequence.which] for y in entering]
+                dc, dn = (y if of is None else of for y, of in zip((zero, zero[:, 0]), given, strict=True))
+                for chunk in reversed(chunks):
+                    own, slot = sequence.tokens(chunk), sequence.slot + chunk
+                    intra, of_t, of_j, decay = walk.chunk_factors(own, slot)
+                    query, key, value, out, e = (y[:, :, own] for y in (q, k, v, dh, walk.factors[1]))
+                    state = sequence.state + chunk // STATE_CHUNKS
+                    of_state = 2 ** units[:, :, state, None, None]
+                    c = states[:, :, state].mT
+                    n = torch.zeros_like(c[..., 0]) if norms is None else norms[:, :, state]
+                    rounded = self.rounded(dc).expand_as(c)
+                    reads = self.rounded(intra * (out @ value.mT + e[..., None]))
+                    through = key @ rounded
+                    of_v = of_j[..., None] * through + self.rounded(intra * (query @ key.mT)).mT @ out
+                    of_k = of_j[..., None] * (value @ rounded.mT + dn[..., None, :]) + reads.mT @ query
+                    of_q = of_state * (out @ c.mT + e[..., None] * n[..., None, :])
+                    sent = (of_j * ((value * through).sum(-1) + (key * dn[..., None, :]).sum(-1))).sum(-1)
+                    passing = torch.zeros_like(decay)
+                    if chunk % STATE_CHUNKS == 0:
+                        of_q = of_t[..., None] * of_q
+                        passing = (
+                            decay * of_state[..., 0, 0] * ((c * rounded).sum((-2, -1)) + (n * dn).sum(-1))
+                        )
+                    else:
+                        before = sequence.tokens(chunk - 1)
+                        _, _, of_before, decay_before = walk.chunk_factors(before, slot - 1)
+                        scores = out @ v[:, :, before].mT + e[..., None]
+                        scores = of_t[..., None] * scores * of_before[..., None, :]
+                        of_q = of_t[..., None] * decay_before[..., None, None] * of_q
+                        of_q = of_q + self.rounded(scores) @ k[:, :, before]
+                    of_q = of_q + reads @ key
+                    dq[:, :, own], dk[:, :, own], dv[:, :, own] = of_q, of_k, of_v
+                    if flows is not None:
+                        assert q_dq is not None and k_dk is not None
+                        q_dq[:, :, own], k_dk[:, :, own] = (query * of_q).sum(-1), (key * of_k).sum(-1)
+                        parts = x.tile // 16 + (norms is not None)
+                        flows[:, :, slot] = math.nan
+                        flows[:, :, slot, :parts] = (sent + passing)[..., None] / parts
+                    dc = decay[..., None, None] * dc + query.mT @ self.rounded(of_t[..., None] * out)
+                    dn = decay[..., None] * dn + ((of_t * e)[..., None] * query).sum(-2)
+                if segment == 0:
+                    for to, y in zip(leaving, (dc, dn), strict=True):
+                        if to is not None:
+                            to[sequence.which] = y
+
+    def compute_gate_gradients(self, x: SimpleNamespace) -> None:
+        batch, heads, seq = x.sizes
+        slots = chunk_slots(x.offsets, seq)
+        size = batch, heads, seq
+        q_dq, k_dk = (tensor_at(at, torch.float64, size) for at in x.sums[:2])
+        flows = tensor_at(x.sums[2], torch.float64, (batch, heads, slots, FLOW_PARTS))
+        flows = flows[..., : x.parts].sum(-1)
+        is_decay, chunk_m = x.i[0] == 0, chunk_m_at(x.chunk_m, (batch, heads, slots))
+        log_i, log_f = log_gates(x)
+        f, df = gate_at(x.f, size), gate_at(x.df, size)
+        of_f = torch.where(f < CLOSED, 0.0, 1.0) if is_decay else torch.sigmoid(-f)
+        if not is_decay:
+            of_i = torch.sigmoid(-gate_at(x.i, size)) if x.sigmoid_gate else 1.0
+            gate_at(x.di, size).copy_(k_dk * of_i)
+        for sequence in sequences_of((*x.offsets, 0, -(-seq // CHUNK) or 1), heads, seq):
+            for chunk in sequence.segments[0]:
+                own, slot = sequence.tokens(chunk), sequence.slot + chunk
+                given = (q_dq - k_dk)[:, :, own]
+                flow = flows[:, :, slot, None]
+                if chunk % STATE_CHUNKS:
+                    most = (log_i[:, :, own] - log_f[:, :, own].cumsum(-1)).amax(-1, keepdim=True) / math.log(
+                        2
+                    )
+                    m_in = 0.0 if chunk_m is None else chunk_m[:, :, slot, None]
+                    forgets = most - m_in > FORGOTTEN[chunk_m is not None]
+                    from_before = flows[:, :, slot - 1, None] - given.sum(-1, keepdim=True)
+                    flow = torch.where(forgets, flow, from_before)
+                dlf = flow + given.flip(-1).cumsum(-1).flip(-1)
+                df[:, :, own] = of_f[:, :, own] * dlf
+
+
+def log_gates(x: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """Natural logs of the input and forget gates of a launch, [B, NH, S]."""
+    f = gate_at(x.f, x.sizes[:3])
+    if x.i[0] == 0:  # a scalar decay
+        log_i, log_f = torch.zeros_like(f), f
+    else:
+        i, log_f = gate_at(x.i, x.sizes[:3]), logsigmoid(f)
+        log_i = logsigmoid(i) if x.sigmoid_gate else i
+    return log_i.clamp(min=LEAST_LOG_GATE), log_f.clamp(min=LEAST_LOG_GATE)
+
+
+def left_at(left: tuple[int, ...], x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Transposed states [B, NH, slots, V, K], their units and n [B, NH, slots, K] that a forward leaves."""
+    batch, heads, seq, dim_qk, dim_v = x.sizes
+    size = batch, heads, state_slots(x.cut, seq)
+    states, units, norms = left
+    return (
+        tensor_at(states, torch.float64, (*size, dim_v, dim_qk)),
+        tensor_at(units, torch.float64, size),
+        tensor_at(norms, torch.float64, (*size, dim_qk)) if norms else None,
+    )
 
 
 def chunk_m_at(pointer: int, size: tuple[int, ...]) -> Tensor | None:
@@ -433,15 +638,9 @@ class Walk:
             tensor_at(pointer, torch.float64, size) if pointer else torch.zeros(size, dtype=torch.float64)
             for pointer in (x.log2_w, x.e)
         )
-        chunk_m, f = chunk_m_at(x.chunk_m, (batch, heads, slots)), gate_at(x.f, size)
-        if x.i[0] == 0:  # a scalar decay
-            log_i, log_f = torch.zeros_like(f), f
-        else:
-            i, log_f = gate_at(x.i, size), logsigmoid(f)
-            log_i = logsigmoid(i) if chunk_m is None else i
+        chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
         return cls(
-            log_i,
-            log_f,
+            *log_gates(x),
             (log2_w, e),
             chunk_m,
             slots,

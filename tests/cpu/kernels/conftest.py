@@ -15,6 +15,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.core.layout import DTYPES
@@ -103,8 +104,9 @@ def backward_formulas(
 ) -> Iterator[BackwardFormulas]:
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
-    launch_instead(monkeypatch, found, tk_backward)
+    launch_instead(monkeypatch, found, tk_backward, tk_forward)
     monkeypatch.setattr(tk_backward, "_backwards", Memo())
+    monkeypatch.setattr(tk_forward, "_forwards", Memo())
     monkeypatch.setattr(segments, "cut", found.cut)
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64

@@ -28,7 +28,22 @@ class ForwardFormulas(Kernels):
 
     ARGUMENTS: ClassVar = {
         "forward": (
-            *("q", "k", "v", "h", "i", "f", "states", "rows", "cut", "workspace", "sizes", "group", "tile"),
+            *(
+                "q",
+                "k",
+                "v",
+                "h",
+                "i",
+                "f",
+                "states",
+                "rows",
+                "left",
+                "cut",
+                "workspace",
+                "sizes",
+                "group",
+                "tile",
+            ),
             *("scale", "eps", "half", "sigmoid_gate", "normalize", "device"),
         )
     }

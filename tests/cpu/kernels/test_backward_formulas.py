@@ -1,7 +1,7 @@
 """The plan of the kernels' backward, formula by formula, against the explicit backward of the reference.
 
-Three walks that are one kernel with other operands, factors of rows before or after the first of them, gates
-from their row sums.
+With narrow head dims one walk over states that the forward leaves. Else three walks that are one kernel with
+other operands, factors of rows before or after the first of them, gates from their row sums.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TOKENS = ("q", "k", "v", "i", "f")
 NAMES = (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")
 LENGTHS = [70, 0, 64, 1, 100]
 LONG = [600, 70, 0, 1100, 1, 513]  # with anchors
+NARROW, WIDE = (8, 24), (8, 136)  # head dims of one walk, of three
+WALKS = pytest.mark.parametrize("dims", [NARROW, WIDE], ids=["one_walk", "three_walks"])
 
 
 def draw(
@@ -39,7 +41,7 @@ def draw(
     *,
     lengths: list[int] | None = None,
     states: bool = True,
-    dims: tuple[int, int] = (8, 24),
+    dims: tuple[int, int] = NARROW,
 ) -> Tensors:
     """Inputs in fp64."""
     torch.manual_seed(0)
@@ -88,17 +90,24 @@ def assert_gradients(found: ops.Grads, expected: ops.Grads) -> None:
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "initial"])
 @pytest.mark.parametrize("gate", GATES)
+@WALKS
 def test_gradients(
-    gate: str, states: bool, last: bool, lengths: list[int] | None, backward_formulas: Formulas
+    dims: tuple[int, int],
+    gate: str,
+    states: bool,
+    last: bool,
+    lengths: list[int] | None,
+    backward_formulas: Formulas,
 ) -> None:
-    given = arguments(gate, draw(gate, lengths=lengths, states=states), last=last)
+    given = arguments(gate, draw(gate, lengths=lengths, states=states, dims=dims), last=last)
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("seq", [1, 63, 64, 65, 300, 512, 513, 1030])
-def test_lengths(gate: str, seq: int, backward_formulas: Formulas) -> None:
-    given = arguments(gate, draw(gate, (2, 3, seq)))
+@pytest.mark.parametrize("seq", [1, 63, 64, 65, 128, 129, 300, 512, 513, 1030])
+@WALKS
+def test_lengths(dims: tuple[int, int], gate: str, seq: int, backward_formulas: Formulas) -> None:
+    given = arguments(gate, draw(gate, (2, 3, seq), dims=dims))
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
@@ -118,13 +127,21 @@ def test_parts_of_v(
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("gate", GATES)
+@WALKS
 def test_cut_sequences(
-    gate: str, chunks: int, states: bool, lengths: list[int] | None, backward_formulas: Any
+    dims: tuple[int, int],
+    gate: str,
+    chunks: int,
+    states: bool,
+    lengths: list[int] | None,
+    backward_formulas: Any,
 ) -> None:
-    """Each segment from what arrives at it, as the segments before it in the walk make it."""
-    given = arguments(gate, draw(gate, (2, 2, 600), lengths=lengths, states=states), last=states)
+    """Each segment from what arrives at it, as the segments before it in the walk make it. One walk has
+    segments of whole pairs of chunks, and needs no states of segments."""
+    given = arguments(gate, draw(gate, (2, 2, 600), lengths=lengths, states=states, dims=dims), last=states)
     backward_formulas.segment_chunks = chunks
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+    assert backward_formulas.summed <= ({"dk"} if dims == NARROW else {"dq", "dk"})
 
 
 def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
@@ -155,7 +172,7 @@ def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("dims", [(8, 24), (8, 272)], ids=["whole", "parts"])
+@pytest.mark.parametrize("dims", [WIDE, (8, 272)], ids=["whole", "parts"])
 @pytest.mark.parametrize("gate", GATES)
 def test_states_that_the_forward_leaves(
     gate: str, dims: tuple[int, int], chunks: int, lengths: list[int] | None, backward_formulas: Any
@@ -268,10 +285,15 @@ EXTREME = [forget_everything, forget_nothing, never_written, spike, falling, res
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("chunks", [2, 100], ids=["cut", "whole"])
 @pytest.mark.parametrize("set_gates", EXTREME)
+@WALKS
 def test_extreme_gates(
-    gate: str, chunks: int, set_gates: Callable[[Tensor, Tensor], None], backward_formulas: Any
+    dims: tuple[int, int],
+    gate: str,
+    chunks: int,
+    set_gates: Callable[[Tensor, Tensor], None],
+    backward_formulas: Any,
 ) -> None:
-    x = draw(gate, (2, 2, 300))
+    x = draw(gate, (2, 2, 300), dims=dims)
     for name in "qk":
         x[name].abs_()
     set_gates(x["i"], x["f"])
@@ -280,9 +302,12 @@ def test_extreme_gates(
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
-def test_a_state_that_outweighs_its_chunk_is_not_dropped(backward_formulas: Formulas) -> None:
+@WALKS
+def test_a_state_that_outweighs_its_chunk_is_not_dropped(
+    dims: tuple[int, int], backward_formulas: Formulas
+) -> None:
     """Its decay alone says nothing: what counts is what the chunk's own tokens weigh beside it."""
-    x = draw("exp", (2, 2, 400))
+    x = draw("exp", (2, 2, 400), dims=dims)
     for name in "qk":
         x[name].abs_()
     silence(x["i"], x["f"])
@@ -294,7 +319,7 @@ def test_a_state_that_outweighs_its_chunk_is_not_dropped(backward_formulas: Form
 
 def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_gradients: Formulas) -> None:
     """Row sums of other chunks, wrong as they may be, leave no trace in df between two such chunks."""
-    x = draw("exp", (1, 2, 6 * CHUNK), states=False)
+    x = draw("exp", (1, 2, 6 * CHUNK), states=False, dims=WIDE)
     x["f"][..., CHUNK + 5] = x["f"][..., 4 * CHUNK + 5] = -60.0
     given = arguments("exp", x, last=False)
     backward_formulas(*given)
@@ -341,13 +366,51 @@ def error(x: Tensor, y: Tensor) -> float:
 
 
 def draw_rounded(
-    gate: str, seq: int, forget_bias: float, *, heads: int = 2, states: bool = False
+    gate: str,
+    seq: int,
+    forget_bias: float,
+    *,
+    heads: int = 2,
+    states: bool = False,
+    dims: tuple[int, int] = (64, 136),
 ) -> tuple[Any, ...]:
     """Arguments whose operands are bf16."""
-    x = draw(gate, (1, heads, seq), states=states, dims=(64, 64))
+    x = draw(gate, (1, heads, seq), states=states, dims=dims)
     x |= {name: to_bf16(x[name]) for name in "qkv"}
     x["f"] += forget_bias - 3
     return arguments(gate, x, last=states, dh=to_bf16(torch.randn_like(x["v"])))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("forget_bias", [-2.0, 0.0, 2.0, 3.0, 12.0])
+def test_rounding_noise_of_one_walk(forget_bias: float, gate: str, backward_formulas: Any) -> None:
+    """Operands rounded to bf16 where the kernels round them: it does not grow with the sequence."""
+    given = draw_rounded(gate, 4096, forget_bias, dims=(64, 64))
+    backward_formulas.rounded = to_bf16
+    for name, a, b in zip(
+        TOKENS, backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given), strict=False
+    ):
+        assert error(a, b) <= (3e-3 if name in "qkv" else 6e-3), name
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0, 16.0])
+def test_rounding_noise_of_a_decay(rate: float, backward_formulas: Any) -> None:
+    """Gates that forget fast, and closed ones among mild ones, in the chunks that a state enters and in those
+    behind them: what is left of dg is right, times the rate, too."""
+    x = draw("sig_unnormalised", (1, 4, 4096), states=False, dims=(64, 64))
+    x |= {name: to_bf16(x[name]) for name in "qkv"}
+    x["i"].fill_(30.0)
+    decay = -2 * rate * torch.rand_like(x["f"])
+    decay[..., ::23] = -14.0
+    x["f"] = decay - torch.log(-torch.expm1(decay))
+    given = arguments("sig_unnormalised", x, last=False, dh=to_bf16(torch.randn_like(x["v"])))
+    backward_formulas.rounded = to_bf16
+    dg, want = (
+        of(*given)[4] / torch.sigmoid(-x["f"]) for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd)
+    )
+    for own in (slice(0, None, 23), slice(None)):
+        assert error(dg[..., own], want[..., own]) <= 5e-3
+    assert error((dg * decay).sum(-1), (want * decay).sum(-1)) <= 2e-2
 
 
 @pytest.mark.parametrize("forget_bias", [0.0, 2.0, 3.0, 12.0])

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
 from .addresses import at_odd_address
 from .test_backward_formulas import (
     LENGTHS,
     NAMES,
+    WIDE,
     arguments,
     assert_gradients,
     draw,
@@ -60,7 +62,8 @@ def test_what_is_prepared_serves_every_call_like_it(backward_formulas: Any) -> N
     x = draw("exp")
     for stream in (7, 8):
         backward_formulas.launches.clear()
-        tk_backward._current_stream = lambda device, stream=stream: stream  # the fixture puts it back
+        for module in (tk_backward, tk_forward):  # the fixture puts it back
+            module._current_stream = lambda device, stream=stream: stream
         x = {name: 2 * t if name == "q" else t.clone() for name, t in x.items()}
         check(arguments("exp", x))
         assert {launch.stream for launch in backward_formulas.launches} == {stream}
@@ -74,8 +77,8 @@ def test_addresses_are_looked_at_in_every_call(name: str, backward_formulas: Any
     odd = changed(given, **{name: at_odd_address(named(given)[name])})
     for call in (given, odd, given):
         check(call)
-        walks = [x for x in backward_formulas.launches if x.name == "walk"]
-        at = [y for x in walks for y in (x.queries[0], x.keys[0], x.values[0], x.factor[0], *x.entering)]
+        walks = [x for x in backward_formulas.launches if x.name == "gradients"]
+        at = [y for x in walks for y in (x.q[0], x.k[0], x.v[0], x.dh[0], *x.entering)]
         assert not any(address % 16 for address in at)
 
 
@@ -122,8 +125,8 @@ def test_dtypes(
         for name, t in x.items()
     }
     tk_backward.mlstm_bwd(*arguments("exp", x))
-    walks = [launch for launch in backward_formulas.launches if launch.name == "walk"]
-    assert [launch.half for launch in walks] == [half] * 3
+    walks = [launch for launch in backward_formulas.launches if launch.name in ("forward", "gradients")]
+    assert [launch.half for launch in walks] == [half] * 2
     (scan,) = (launch for launch in backward_formulas.launches if launch.name == "mlstm_bwd_scan")
     assert scan.i[-1] == scan.f[-1] == code
     assert {instance.dtype for instance in backward_formulas.loaded} == {"", "fp16" if half else "bf16"}
@@ -131,7 +134,7 @@ def test_dtypes(
 
 def test_the_states_of_a_forward_are_taken_from_every_call(backward_formulas: Any) -> None:
     """Calls with them, without them, and with those of another cut, though they are as many."""
-    x, backward_formulas.segment_chunks = draw("exp", (2, 2, 300)), 2
+    x, backward_formulas.segment_chunks = draw("exp", (2, 2, 300), dims=WIDE), 2
     given = arguments("exp", x)
     kept = states_left_by_a_forward("exp", x, 2)
     of_another = kept._replace(cut=kept.cut._replace(chunks=3))

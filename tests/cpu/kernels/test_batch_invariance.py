@@ -20,12 +20,20 @@ from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
-from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, Cut
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
 from tfla_tk.core.memo import Memo
 
 from .forward_emulation import ForwardFormulas
 from .stand_in import launch_instead, pretend_a_gpu
-from .test_backward_formulas import GATES, arguments, assert_gradients, draw, states_left_by_a_forward
+from .test_backward_formulas import (
+    GATES,
+    WALKS,
+    WIDE,
+    arguments,
+    assert_gradients,
+    draw,
+    states_left_by_a_forward,
+)
 from .test_backward_formulas import LENGTHS as PACKED
 
 SEGMENT = INVARIANT_CHUNKS * CHUNK
@@ -96,8 +104,8 @@ def test_borders_follow_from_the_length(family: str, heads: int, multiprocessors
             assert borders((*before, length, *behind), True)[len(before)] == alone
 
 
-def test_a_segment_is_of_whole_stretches_between_anchors() -> None:
-    assert INVARIANT_CHUNKS % ANCHOR_CHUNKS == 0
+def test_a_segment_is_of_whole_stretches_between_anchors_and_states() -> None:
+    assert INVARIANT_CHUNKS % ANCHOR_CHUNKS == 0 and INVARIANT_CHUNKS % STATE_CHUNKS == 0
 
 
 def test_the_length_costs_the_least_on_average() -> None:
@@ -144,17 +152,18 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> ForwardFormulas:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("seq", [40, 5000])
+@pytest.mark.parametrize("dim_v", [128, 144])
 def test_forwards_of_inference_and_training_are_cut_alike(
-    seq: int, packed: bool, forwards: ForwardFormulas
+    dim_v: int, seq: int, packed: bool, forwards: ForwardFormulas
 ) -> None:
     """mLSTM and a scalar decay; not as without the option, and not as for another GPU."""
-    q, v = torch.empty(1, 2, seq, 64).bfloat16(), torch.empty(1, 2, seq, 128).bfloat16()
+    q, v = torch.empty(1, 2, seq, 64).bfloat16(), torch.empty(1, 2, seq, dim_v).bfloat16()
     gate, offsets = torch.empty(1, 2, seq), torch.tensor([0, seq // 2, seq]) if packed else None
     options = (None, None, None, offsets, False, True, 1e-6, False, True)
     decayed = [x.transpose(1, 2).contiguous() for x in (q, q, v, gate)]
     for keeps in (False, True):
         found = tk_forward.mlstm_fwd(q, q, v, gate, gate, *options, True, keeps)
-        assert (found[-1] is not None) == (keeps and seq > SEGMENT)
+        assert (found[-1] is not None) == (keeps and (dim_v <= 128 or seq > SEGMENT))
         scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
     sequences = 2 if packed else 1
     expected = segments.cut_invariant(sequences, seq, packed=packed)
@@ -181,7 +190,7 @@ def test_a_backward_takes_the_cut_of_its_forward(
 ) -> None:
     """And with it the states that the forward has kept."""
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", 2)
-    x = draw("exp", (2, 2, 600))
+    x = draw("exp", (2, 2, 600), dims=WIDE)
     *given, _ = arguments("exp", x)
     kept = states_left_by_a_forward("exp", x, 2)
     assert kept.cut == segments.cut_invariant(2, 600, packed=False)
@@ -190,14 +199,20 @@ def test_a_backward_takes_the_cut_of_its_forward(
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["batch", "packed"])
-@pytest.mark.parametrize("chunks", [1, 3, INVARIANT_CHUNKS])
+@pytest.mark.parametrize("chunks", [2, 4, INVARIANT_CHUNKS])
 @pytest.mark.parametrize("gate", GATES)
+@WALKS
 def test_gradients(
-    gate: str, chunks: int, lengths: list[int] | None, backward_formulas: Any, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int],
+    gate: str,
+    chunks: int,
+    lengths: list[int] | None,
+    backward_formulas: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the formulas of the kernels, with and without borders."""
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", chunks)
-    *given, _ = arguments(gate, draw(gate, (2, 2, 300), lengths=lengths), last=True)
+    *given, _ = arguments(gate, draw(gate, (2, 2, 300), lengths=lengths, dims=dims), last=True)
     assert_gradients(backward_formulas(*given, True), torch.ops.tfla_tk.mlstm_bwd(*given, True))
 
 

@@ -27,6 +27,7 @@ from .forward_emulation import ForwardFormulas
 from .stand_in import launch_instead
 
 B, NH, S, K, V = 2, 3, 40, 64, 128
+WIDE = (64, 144)  # head dims of three walks backward
 
 
 @pytest.fixture
@@ -164,10 +165,12 @@ def test_states_and_rows(sigmoid_gate: bool, normalize: bool, kernels: ForwardFo
         assert normalize or not asked[0] or bool((found[2] == 0).all())
 
 
-def launch_of(seq: int, kernels: ForwardFormulas, **options: Any) -> tuple[Any, Any]:
+def launch_of(
+    seq: int, kernels: ForwardFormulas, dims: tuple[int, int] = (K, V), **options: Any
+) -> tuple[Any, Any]:
     """Of so many tokens, whose results are not computed, and what is returned."""
     kernels.computes = False
-    q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
+    q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in dims)
     gate = torch.empty(1, 2, seq)
     found = tk_forward.run((q, q, v, gate, gate, *[None] * 4), options_of(**options))
     return kernels.launches[-1], found
@@ -188,22 +191,41 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
 ) -> None:
     seq, new_empty = 10_000, Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(math.nan))
-    launch, (*_, states) = launch_of(seq, kernels, return_rows=True, normalize=normalize, keep_states=True)
-    cut = tk_walks.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
+    launch, (*_, states) = launch_of(
+        seq, kernels, WIDE, return_rows=True, normalize=normalize, keep_states=True
+    )
+    cut = tk_walks.cut_sequences((1, 2, seq, *WIDE), 1, 132, packed=False)
     assert launch.cut[-2:] == states.cut == cut
     assert cut.segments > 1
     slots = 2 * (cut.segments - 1)
     assert launch.workspace == states.workspace.data_ptr()
-    assert states.offsets == kernels.workspace_offsets(slots, K, V)
+    assert states.offsets == kernels.workspace_offsets(slots, *WIDE)
     assert bool(states.workspace.isnan().all())  # nothing is written but by the kernels
 
 
 def test_states_are_left_where_a_cut_is_and_they_are_asked_for(kernels: ForwardFormulas) -> None:
     """Without that a forward has a cut of its own."""
-    assert launch_of(S, kernels, return_rows=True, keep_states=True)[1][-1] is None
-    launch, (*_, states) = launch_of(10_000, kernels, return_rows=True)
+    assert launch_of(S, kernels, WIDE, return_rows=True, keep_states=True)[1][-1] is None
+    launch, (*_, states) = launch_of(10_000, kernels, WIDE, return_rows=True)
     assert launch.cut[-2:] == segments.cut(1, 10_000, 2, 132)
     assert states is None
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("seq", [S, 10_001])
+def test_narrow_heads_leave_states_of_every_second_chunk(
+    seq: int, normalize: bool, kernels: ForwardFormulas
+) -> None:
+    """Whatever the cut, which is the forward's own: 16-bit states, their units and n, all aligned."""
+    kernels.computes = False
+    launch, (*_, states) = launch_of(seq, kernels, normalize=normalize, keep_states=True)
+    assert launch.cut[-2:] == launch_of(seq, kernels, normalize=normalize)[0].cut[-2:]
+    count, at = 2 * -(-seq // 128), states.workspace.data_ptr()
+    of_units, of_norms = states.offsets
+    assert launch.left == (at, at + of_units, at + of_norms if normalize else 0)
+    assert of_units >= 2 * count * K * V and of_norms >= of_units + 4 * count
+    assert 2 * states.workspace.numel() >= of_norms + 4 * count * K
+    assert not any(address % 256 for address in states.offsets)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

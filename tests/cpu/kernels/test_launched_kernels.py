@@ -108,13 +108,13 @@ def test_mlstm(
     half: bool,
     calls: dict[Launcher, set[Instance]],
 ) -> None:
-    """Long sequences are cut."""
+    """Long sequences are cut. With narrow head dims every forward leaves states."""
     q, v = (torch.zeros(1, 2, tokens, dim, dtype=dtype_of(half)) for dim in dims)
     f, offsets = torch.zeros(1, 2, tokens), offsets_of(tokens, packed)
     options = (gate != "exp", gate != "sig_unnormalised", 1e-6)
     inputs = (q, q, v, f, f, None, None, None, offsets)
     h, _, _, _, *rows, states = forward.mlstm_fwd(*inputs, *options, False, True, False, True)
-    assert (states is not None) == (tokens > 1000)
+    assert (states is not None) == (tokens > 1000 or max(dims) <= 128)
     for kept in {states, None}:
         backward.mlstm_bwd(
             *inputs, h, *rows, None, None, torch.zeros_like(h), None, None, *options, False, kept
@@ -133,7 +133,8 @@ def test_a_scalar_decay(
     q, v = (torch.zeros(1, tokens, 2, dim, dtype=dtype_of(half)) for dim in dims)
     x = (q, q, v, torch.zeros(1, tokens, 2), None, offsets_of(tokens, packed))
     scalar_decay.simple_gla_fwd(*x, 0.5, False)
-    scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, True)
+    for needs_dg in (True, False):
+        scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, needs_dg)
 
 
 @HALVES

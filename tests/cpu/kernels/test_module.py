@@ -31,7 +31,7 @@ def forward_arguments(segments: int = 1) -> list[Any]:
     operand, gate = (AT, 8192, 8192, 64), (AT, 128, 128, 1, 0)
     cut = (0, False, 1, segments, 2 // segments)
     return [
-        *([operand] * 4), *([gate] * 2), (0,) * 6, (0,) * 3, cut, 0 if segments == 1 else AT,
+        *([operand] * 4), *([gate] * 2), (0,) * 6, (0,) * 3, (0,) * 3, cut, 0 if segments == 1 else AT,
         (1, 1, 128, 64, 64), 1, (64, 64), 0.125, 1e-6, False, False, True, 0,
     ]  # fmt: skip
 
@@ -83,11 +83,11 @@ def test_arguments_are_numbers_in_any_nest(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda x: x[:-1], "forward: takes more than the 54 arguments that it got"),
-        (lambda x: [*x, 0], "forward: takes 55 arguments, got 56"),
+        (lambda x: x[:-1], "forward: takes more than the 57 arguments that it got"),
+        (lambda x: [*x, 0], "forward: takes 58 arguments, got 59"),
         (lambda x: [(1.5, *x[0][1:]), *x[1:]], "forward: argument 0: expected an integer"),
         (lambda x: [(None, *x[0][1:]), *x[1:]], "forward: argument 0: expected an integer"),
-        (lambda x: [*x[:-6], None, *x[-5:]], "forward: argument 49: expected a number"),
+        (lambda x: [*x[:-6], None, *x[-5:]], "forward: argument 52: expected a number"),
     ],
     ids=["too few", "too many", "a float", "None", "None for a float"],
 )

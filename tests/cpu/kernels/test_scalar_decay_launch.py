@@ -14,10 +14,10 @@ from tfla_tk import reference
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import scalar_decay
-from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.core.layout import KeptStates
 from tfla_tk.core.memo import Memo
 
-from .addresses import CHUNK, at_odd_address
+from .addresses import at_odd_address
 from .forward_emulation import ForwardFormulas
 from .stand_in import launch_instead
 
@@ -192,21 +192,15 @@ def test_calls_that_are_not_alike_are_prepared_anew(backward_formulas: Any) -> N
 
 
 def test_kept_states(backward_formulas: Any) -> None:
-    """What enters the segments of "dq" is where the forward has left it; there is no n."""
+    """The states that the forward has left are not made again."""
     backward_formulas.segment_chunks = 1
-    q, k, v, g, state, _ = x = draw(torch.float64)
-    workspace = torch.full((4 + 2 * B * H * K * V,), torch.nan, dtype=torch.float64)
-    slots = workspace[4:].view(B, 2, H, K, V)
-    for border in (0, 1):
-        before = slice((border + 1) * CHUNK)
-        tokens = (t[:, before] for t in (q, k, v, g))
-        _, slots[:, border] = reference.simple_gla_chunkwise(
-            *tokens, None, SCALE, state, output_final_state=True
-        )
-    check_backward(x, KeptStates(workspace, Cut(3 * B, 1), (32, 64)))
-    assert backward_formulas.summed == {"dk"}
-    check_backward(x)
-    assert backward_formulas.summed == {"dq", "dk"}
+    x = draw(torch.float64)
+    *_, kept = scalar_decay.simple_gla_fwd(*x, SCALE, True, keep_states=True)
+    for states, names in ((kept, {"gradients"}), (None, {"forward", "gradients"})):
+        backward_formulas.launches.clear()
+        check_backward(x, states)
+        assert {launch.name for launch in backward_formulas.launches} & {"forward", "gradients"} == names
+        assert backward_formulas.summed == {"dk"}
 
 
 def test_a_zero_in_place_of_gates_is_made_once() -> None:

@@ -6,9 +6,11 @@ import itertools
 import random
 
 import pytest
+import torch
 
+from tfla_tk.backends.tk.scalar_gate.walks import cut_sequences
 from tfla_tk.backends.tk.segments import BACKWARD, FORWARD, Costs, cut, cut_packed
-from tfla_tk.core.layout import CHUNK, Cut
+from tfla_tk.core.layout import CHUNK, STATE_CHUNKS, Cut, state_slots
 
 H200 = 132
 
@@ -50,6 +52,39 @@ def test_segments_cover_their_sequences(multiprocessors: int) -> None:
                 assert rest == 0
                 # the last segment has a token, and no token is left over
                 assert (count - 1) * found.chunks * CHUNK < tokens <= count * found.chunks * CHUNK
+
+
+def test_segments_of_one_walk_begin_where_the_forward_leaves_a_state() -> None:
+    """They cover their sequences all the same."""
+    for sequences, seq, heads in itertools.product((1, 3, 16), (1, 64, 65, 1000, 4096, 30_000), (1, 7, 64)):
+        for packed in (False, True):
+            sizes = (1 if packed else sequences, heads, seq, 128, 64)
+            found = cut_sequences(sizes, sequences, H200, packed=packed)
+            if found.segments == sequences:
+                continue
+            assert found.chunks % STATE_CHUNKS == 0
+            if packed:
+                assert found.segments == sequences + seq // (found.chunks * CHUNK)
+            else:
+                count = found.segments // sequences
+                assert (count - 1) * found.chunks * CHUNK < seq <= count * found.chunks * CHUNK
+
+
+def test_packed_sequences_have_slots_for_their_states() -> None:
+    """Of any lengths: none is used twice, and none lies behind the last one."""
+    rng = random.Random(0)
+    for _ in range(300):
+        lengths = [
+            rng.choice((0, 1, 63, 64, 65, 127, 128, 129, 200, 1000)) for _ in range(rng.randrange(1, 9))
+        ]
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+        slots = [
+            start // (CHUNK * STATE_CHUNKS) + number + state
+            for number, (start, length) in enumerate(zip(offsets.tolist(), lengths, strict=False))
+            for state in range(-(-length // (CHUNK * STATE_CHUNKS)))
+        ]
+        assert len(set(slots)) == len(slots)
+        assert all(slot < state_slots(sum(lengths), offsets) for slot in slots)
 
 
 @pytest.mark.parametrize("tokens", [1, 1000, 65536, 1_000_001])

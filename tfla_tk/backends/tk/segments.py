@@ -91,6 +91,14 @@ def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
     return Cut(sequences * count, INVARIANT_CHUNKS)
 
 
+def lengthened(cut: Cut, sequences: int, tokens: int, *, packed: bool) -> Cut:
+    """The cut into segments of one chunk more."""
+    length = (cut.chunks + 1) * CHUNK
+    if packed:
+        return Cut(sequences + tokens // length, cut.chunks + 1)
+    return Cut(sequences * -(-tokens // length), cut.chunks + 1)
+
+
 def waves_of(ctas: int, multiprocessors: int) -> int:
     """In which so many CTAs run, one on a multiprocessor."""
     return -(-ctas // multiprocessors)

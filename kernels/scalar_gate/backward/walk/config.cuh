@@ -182,8 +182,16 @@ constexpr PassTiling pass_tiling(int dim_keys, int slice) {
     return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
 }
 
-// Slices of 256 serve dv only: the row sums of dq and dk need more registers than they leave.
-constexpr bool pass_serves(int slice, Gradient gradient) { return slice < 256 || gradient == Gradient::dv; }
+// Slices of 256 serve dv only: the row sums of dq and dk need more registers than they leave. What serves K
+// and V up to kMostNarrow alone makes no gradient, which the walk of gradients/ does, but dk's segment sums.
+constexpr bool pass_serves(int dim_keys, int slice, Gradient gradient) {
+    if (gradient == Gradient::dv) return dim_keys > kMostNarrow || slice > kMostNarrow;
+    return slice < 256 && (dim_keys > kMostNarrow || slice == kMostNarrow);
+}
+constexpr bool segments_serve(int dim_keys, int slice, Gradient gradient) {
+    return gradient == Gradient::dk ? slice < 256
+                                    : gradient == Gradient::dq && pass_serves(dim_keys, slice, gradient);
+}
 
 template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNormalizer_> struct PassConfig {
     using T = T_;

@@ -14,19 +14,21 @@ struct WalkKernels {
     bool keys_are_of_qk, sums_rows;
     int threads, state_warps;
     std::int64_t anchor_bytes;
+    // null where they do not serve
     void (*walk)(const PassGlobals&, dim3 grid, int device, cudaStream_t, int cluster);
-    void (*segments)(const SegmentsGlobals&, dim3 grid, int device, cudaStream_t);  // null for dv
+    void (*segments)(const SegmentsGlobals&, dim3 grid, int device, cudaStream_t);
 };
 
 template <class C> const WalkKernels& kernels_of() {
     static const WalkKernels found = [] {
         WalkKernels x{C::kGradient, C::kKeysAreOfQK, C::kSumsRows,
                       C::kThreads,  C::kStateWarps,  C::kAnchorBytes};
-        x.walk = [](const PassGlobals& g, dim3 grid, int device, cudaStream_t stream, int cluster) {
-            launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, grid, C::kThreads, device, stream,
-                                                                "mlstm_pass", cluster);
-        };
-        if constexpr (C::kGradient != Gradient::dv)
+        if constexpr (pass_serves(C::kDimKeys, C::kSlice, C::kGradient))
+            x.walk = [](const PassGlobals& g, dim3 grid, int device, cudaStream_t stream, int cluster) {
+                launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, grid, C::kThreads, device, stream,
+                                                                    "mlstm_pass", cluster);
+            };
+        if constexpr (segments_serve(C::kDimKeys, C::kSlice, C::kGradient))
             x.segments = [](const SegmentsGlobals& g, dim3 grid, int device, cudaStream_t stream) {
                 launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
                     g, grid, C::kThreads, device, stream, "mlstm_pass_segments");
@@ -43,7 +45,7 @@ template <class T, int kDimKeys, int kSlice> const WalkKernels& kernels_of_tile(
                    ? kernels_of<PassConfig<T, kDimKeys, kSlice, Gradient::dq, kNormalizer>>()
                    : kernels_of<PassConfig<T, kDimKeys, kSlice, Gradient::dk, kNormalizer>>();
     };
-    if constexpr (pass_serves(kSlice, Gradient::dq)) {
+    if constexpr (segments_serve(kDimKeys, kSlice, Gradient::dk)) {
         if (p.e == nullptr) return with_normalizer.template operator()<false>();
         if constexpr (kMayNormalize) return with_normalizer.template operator()<true>();
         throw std::runtime_error("mlstm_pass: a scalar decay has no normaliser");
@@ -108,6 +110,7 @@ dim3 grid(const WalkGlobals& g, const char* name) {
 void launch_walk(const MlstmPassParams& p, cudaStream_t stream) {
     const PassWalk& walk = p.walk;
     const WalkKernels& x = kernels_for(walk);
+    if (x.walk == nullptr) throw std::runtime_error("mlstm_pass: no such walk");
     if (!x.sums_rows && shares(walk) > 1)  // dv does not add up shares
         throw std::runtime_error("mlstm_pass: dv takes one share of the keys");
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
@@ -142,7 +145,7 @@ void launch_walk(const MlstmPassParams& p, cudaStream_t stream) {
 void launch_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
     const PassWalk& walk = p.walk;
     const WalkKernels& x = kernels_for(walk);
-    if (x.segments == nullptr) throw std::runtime_error("mlstm_pass_segments: there are none for dv");
+    if (x.segments == nullptr) throw std::runtime_error("mlstm_pass_segments: no such sums");
     const DeviceGuard guard(walk.device, "mlstm_pass_segments");
     const SegmentsGlobals g{walk_globals(walk, x), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
     x.segments(g, grid(g, "mlstm_pass_segments"), walk.device, stream);

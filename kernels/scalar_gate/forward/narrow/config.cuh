@@ -109,7 +109,7 @@ template <class C> struct SharedMemoryPlan {
         for (int pass = 0; pass < C::kPasses; pass++) {
             const bool with_norm = C::kNormalize && pass == 0;
             init_warp_barrier(state_ready[pass], C::kStateWarps + with_norm);
-            init_warp_barrier(state_free[pass], 4);
+            init_warp_barrier(state_free[pass], 4 + task.leaves_states());
         }
         for (auto& ready : key_sums_ready) init_warp_barrier(ready, C::kStateWarps);
         kittens::init_semaphore(tail_landed, 1);

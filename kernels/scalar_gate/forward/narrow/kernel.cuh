@@ -4,7 +4,8 @@
 // stays in the registers of the state warpgroups in fp32 and is not written to global memory between chunks.
 // Per chunk:
 //   producer   loads K, Q, V tiles into rings; a second warp scans the gates ahead (gate/gates.cuh); a third
-//              writes n below C^T and carries it on with the sums of the scaled keys
+//              writes n below C^T and carries it on with the sums of the scaled keys; a fourth leaves C^T for
+//              the backward, where it is wanted
 //   state      writes C^T, rounded, to shared memory for Q C; then C = decay C + (key_scale . K)^T V
 //   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
 //              store
@@ -41,6 +42,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
                 with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_gates<C, P>(g, smem); });
             else if (C::kNormalize && warp == 2)
                 carry_norm(g, smem);
+            else if constexpr (C::kPasses == 1)
+                if (warp == 3 && smem.task.leaves_states()) leave_states(g, smem);
         } else if (warpgroup_id <= C::kStateWarpgroups) {
             warpgroup::increase_registers<C::kTiling.registers.state>();
             update_state(g, smem, warpgroup_id - 1);

@@ -40,8 +40,17 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
         fence_async_proxy();
         arrive_warp(smem.state_ready[0]);
     };
+    auto leave = [&](float* to) {
+#pragma unroll
+        for (int p = 0; p < kPairs; p++) {
+            if (row + 2 * p < g.dim_qk) to[row + 2 * p] = n[p].x;
+            if (row + 2 * p + 1 < g.dim_qk) to[row + 2 * p + 1] = n[p].y;
+        }
+    };
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         publish(chunk);
+        if (task.leaves_state(chunk) && task.column == 0)
+            leave(g.left.norms + static_cast<int64_t>(task.state_slot(chunk)) * g.dim_qk);
         const auto gates = C::gate_stage(chunk);
         wait(smem.gates_ready[gates.slot], gates.phase);
         const float decay = smem.gates[gates.slot].decay;
@@ -53,13 +62,7 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
         for (int p = 0; p < kPairs; p++) n[p] = {decay * n[p].x + sums[p].x, decay * n[p].y + sums[p].y};
     }
 
-    if (!g.last.n || !task.last || task.column != 0) return;
-    float* last = g.last.n + task.index * g.dim_qk;
-#pragma unroll
-    for (int p = 0; p < kPairs; p++) {
-        if (row + 2 * p < g.dim_qk) last[row + 2 * p] = n[p].x;
-        if (row + 2 * p + 1 < g.dim_qk) last[row + 2 * p + 1] = n[p].y;
-    }
+    if (g.last.n && task.last && task.column == 0) leave(g.last.n + task.index * g.dim_qk);
 }
 
 }  // namespace tfla_tk::mlstm

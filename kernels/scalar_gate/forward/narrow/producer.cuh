@@ -57,6 +57,8 @@ template <class C, class P> __device__ inline void scan_gates(const Globals& g, 
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (P::kStabilised && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
             store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
+        if (task.leaves_state(chunk) && task.column == 0 && fresh_laneid() == 0)
+            g.left.units[task.state_slot(chunk)] = scan.owed.log2;
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
@@ -66,6 +68,25 @@ template <class C, class P> __device__ inline void scan_gates(const Globals& g, 
         if constexpr (P::kStabilised) store_row_stabilisers(g, task, chunk, m);
     }
     if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
+}
+
+// Leaves states for the backward, by one warp: C^T as it lies in shared memory.
+template <class C> __device__ inline void leave_states(const Globals& g, SharedMemoryPlan<C>& smem) {
+    static_assert(C::kPasses == 1);
+    constexpr uint32_t kPanelBytes = C::StateTile::rows * kPanelColumns * sizeof(typename C::T);
+    const Task& task = smem.task;
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        wait(smem.state_ready[0], chunk & 1);
+        if (task.leaves_state(chunk) && fresh_laneid() == 0) {
+            for (int panel = 0; panel < C::kDimQK / kPanelColumns; panel++)
+                g.states.store_panel(shared_address(&smem.state[0]) + panel * kPanelBytes,
+                                     panel * kPanelColumns, task.column, task.state_slot(chunk), 0);
+            commit_stores();
+            wait_stores_read();
+        }
+        arrive_warp(smem.state_free[0]);
+    }
+    if (fresh_laneid() == 0) wait_stores_done();
 }
 
 }  // namespace tfla_tk::mlstm

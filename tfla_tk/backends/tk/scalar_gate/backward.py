@@ -1,10 +1,11 @@
-"""The backward of mLSTM and of scalar decay by the ThunderKittens kernels: three walks over the chunks.
+"""The backward of mLSTM and of scalar decay by the ThunderKittens kernels: walks over the chunks.
 
-Their kernel is named mlstm_pass (docs/mlstm-backward.md). The gates are scanned before the walks, and the
-gradients of the gates come after them. All three large gradients are the same kernel with other operands.
-It walks (queries, keys, values) chunk by chunk with a state keys x values on chip, for dk and dv from the
-last chunk to the first. With the gates W_tj, the normaliser w_t, s = K^-1/2 and
-e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
+The gates are scanned before the walks, and the gradients of the gates come after them
+(docs/mlstm-backward.md). With head dims of at most 128 one walk makes all three large gradients, from the
+last chunk to the first, and reads the states that the forward has left. Else they are three walks of the same
+kernel, mlstm_pass, with other operands. It walks (queries, keys, values) chunk by chunk with a state keys x
+values on chip, for dk and dv from the last chunk to the first. With the gates W_tj, the normaliser w_t, s =
+K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
 
                                                                             queries  keys  values
     dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j + from the state    dh      v      k
@@ -16,7 +17,7 @@ V, and those of different parts add to the same gradient.
 
 Where a few long sequences would leave the GPU empty they are cut into segments, at the same places for all
 walks. A kernel for the segments and a small kernel that carries states make the state with which a walk
-begins a segment, or, for dq, the forward has left it.
+begins a segment, or, for dq, the forward has left it. The one walk needs the gradients of states alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tfla_tk.backends.tk.operands import (
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.walks import (
@@ -47,6 +49,7 @@ from tfla_tk.backends.tk.scalar_gate.walks import (
     cut_sequences,
     instances_of,
     instances_of_cut,
+    is_narrow,
     make_plan,
 )
 from tfla_tk.build import instances
@@ -115,8 +118,7 @@ def mlstm_bwd(
 
     Args:
         batch_invariant: as in `Options`.
-        states: the last result of `forward.mlstm_fwd`: what enters the segments of "dq" is then not made
-            again.
+        states: the last result of `forward.mlstm_fwd`, which is then not made again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -131,11 +133,15 @@ def mlstm_bwd(
         *(h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last),
     )
     options = Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5, batch_invariant=batch_invariant)
-    return run(tensors, options, states)
+    return run(tensors, options, states, m_initial=m_initial)
 
 
 def run(
-    tensors: Tensors, options: Options, states: KeptStates | None = None, like: Tensors | None = None
+    tensors: Tensors,
+    options: Options,
+    states: KeptStates | None = None,
+    like: Tensors | None = None,
+    m_initial: MaybeTensor = None,
 ) -> Gradients:
     """The gradients of mLSTM or of a scalar decay, on the current stream.
 
@@ -145,6 +151,7 @@ def run(
             every head of v then. h is read with a normaliser alone.
         states: what the forward has kept.
         like: what some of the tensors are copies of; gradients lie like these.
+        m_initial: with stabilised gates and an initial state.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -152,6 +159,8 @@ def run(
     """
     if tensors[2].numel() == 0:
         return _run_without_tokens(tensors, options)
+    if states is None and is_narrow(tensors[0].shape[-1], tensors[2].shape[-1]):
+        states = _states_of_another_forward(tensors, options, m_initial)
     key = _layout(tensors, options, states, like)
     backward = _backwards.get(key)
     if backward is None:
@@ -173,6 +182,26 @@ def _run_copies(
     options: Options, tensors: Tensors, states: KeptStates | None, like: Tensors | None
 ) -> Gradients:
     return run(_readable(tensors), options, states, tensors if like is None else like)
+
+
+def _states_of_another_forward(
+    tensors: Tensors, options: Options, m_initial: MaybeTensor
+) -> KeptStates | None:
+    """The states of a call whose own forward has kept none."""
+    q, k, v, i, f, c, n, cu_seqlens, *_ = tensors
+    of_forward = tk_forward.Options(
+        options.sigmoid_gate,
+        options.normalize,
+        options.eps,
+        return_last_states=False,
+        return_rows=False,
+        batch_invariant=options.batch_invariant,
+        keep_states=True,
+        scale=options.scale,
+        decay=options.decay,
+        heads_last=options.heads_last,
+    )
+    return tk_forward.run((q, k, v, i, f, c, n, m_initial, cu_seqlens), of_forward)[7]
 
 
 def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
@@ -341,9 +370,15 @@ def _describe(
         packed=cu_seqlens is not None,
         batch_invariant=invariant,
     )
-    states_given = states is not None and states.cut == cut
+    narrow = is_narrow(*sizes[3:])
+    states_given = states is not None and (narrow or states.cut == cut)
     kinds = {"half": q.dtype == torch.float16, "normalize": normalize, "decay": options.decay}
-    kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=options.sigmoid_gate and not options.decay)
+    kernels = instances_of(
+        *sizes[3:],
+        **kinds,
+        sigmoid_gate=options.sigmoid_gate and not options.decay,
+        needs_df=options.needs_df,
+    )
     if cut.segments > sequences:
         kernels += instances_of_cut(*sizes[3:], **kinds)
     build.load(instances.CHUNKWISE[options.decay], *kernels)
@@ -356,9 +391,14 @@ def _describe(
         decay=options.decay,
         states_given=states_given,
         batch_invariant=invariant,
+        needs_df=options.needs_df,
     )
-    memory = plan.memory_at(memory_at)
-    if states is not None and states_given:
+    memory, left = plan.memory_at(memory_at), (0, 0, 0)
+    if narrow:
+        assert states is not None
+        of_units, of_norms = states.offsets
+        left = (kept_at, kept_at + of_units, kept_at + of_norms if normalize else 0)
+    elif states is not None and states_given:
         of_c, of_n = states.offsets
         memory = memory._replace(state_c=kept_at + of_c, state_n=kept_at + of_n if normalize else 0)
     call = Call(
@@ -373,6 +413,7 @@ def _describe(
         c_initial=at[5],
         n_initial=at[6] if normalize else 0,
         cut=(at[7], cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
+        left=left,
         h=_operand(at[8], h, heads_last=last),
         row_n=at[9],
         row_m=at[10],

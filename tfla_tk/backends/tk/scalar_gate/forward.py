@@ -6,6 +6,7 @@ Most calls of a process are like an earlier one but for the addresses: a `Forwar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -22,7 +23,7 @@ from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
-from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
 
 # q, k, v, i, f, the initial state c, n, m, and cu_seqlens; there is no i with a scalar decay
@@ -60,8 +61,8 @@ class Options(NamedTuple):
 
     Attributes:
         batch_invariant: cut sequences by their lengths alone.
-        keep_states: where the backward will cut the sequences, cut them the same way and return the states
-            at the cuts as the last result.
+        keep_states: return states for the backward as the last result. With wide head dims these are those
+            at the backward's cuts, where it will cut the sequences: then cut them the same way.
         scale: of q k^T; None for K^-1/2.
         decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
             normalize False.
@@ -177,11 +178,12 @@ class Forward:
             launcher,
             instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
         )
-        if options.keep_states or invariant:
+        one_walk = tk_walks.is_narrow(dim_qk, dim_v)
+        if (options.keep_states and not one_walk) or invariant:
             cut = tk_walks.cut_sequences(
                 sizes, sequences, multiprocessors, packed=packed, batch_invariant=invariant
             )
-            kept = options.keep_states and cut.segments > sequences
+            kept = options.keep_states and not one_walk and cut.segments > sequences
         if not (kept or invariant):
             find = segments.cut_packed if packed else segments.cut
             cut = find(
@@ -198,8 +200,21 @@ class Forward:
                 instances.mlstm_fwd_combine(options.decay),
             )
         self._workspace_size = -(-kernel.workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
-        # what a forward leaves, but for the workspace
-        self._left = (cut, kernel.workspace_offsets(slots, dim_qk, dim_v)) if kept else None
+        # what a forward leaves, but for the memory that has it
+        self._left: tuple[Cut, tuple[int, int]] | None = None
+        self._left_size = of_units = of_norms = 0
+        if kept:
+            self._left = cut, kernel.workspace_offsets(slots, dim_qk, dim_v)
+        if options.keep_states and one_walk:
+            count = batch * heads * state_slots(seq, cu_seqlens)
+            sizes_left = (
+                count * dim_qk * dim_v * q.itemsize,
+                tk_walks.FLOAT * count,
+                tk_walks.FLOAT * count * dim_qk,
+            )
+            of_units, of_norms, size = itertools.accumulate(map(tk_walks.aligned, sizes_left))
+            self._left = cut, (of_units, of_norms)
+            self._left_size = -(-size // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = Addresses()
         operands = [
@@ -212,12 +227,14 @@ class Forward:
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
         rows = [addresses.next() for _ in range(3)]
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
+        left = addresses.next(given=self._left_size > 0)
         is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
         prepared = kernel.forward(
             *operands,
             *gates,
             states,
             rows,
+            (left, left and left + of_units, left + of_norms if left and options.normalize else 0),
             (offsets, is_64bit, sequences, *cut),
             workspace,
             sizes,
@@ -257,6 +274,7 @@ class Forward:
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # of q's dtype because that need not be said, which is half of the time
         workspace = q.new_empty(self._workspace_size) if self._workspace_size else None
+        left = q.new_empty(self._left_size) if self._left_size else None
         c = n = m = row_n = row_m = chunk_m = None
         last = rows = _NONE
         if options.return_last_states:
@@ -278,14 +296,16 @@ class Forward:
                 *rows,
                 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
                 0 if workspace is None else workspace.data_ptr(),
+                0 if left is None else left.data_ptr(),
             ],
             _current_stream(self._device),
         )
         if written is not h:
             h.copy_(written)
         states = None
-        if self._left is not None and workspace is not None:
-            states = KeptStates(workspace, *self._left)
+        memory = workspace if left is None else left
+        if self._left is not None and memory is not None:
+            states = KeptStates(memory, *self._left)
         return h, c, n, m, row_n, row_m, chunk_m, states
 
     def _last_states(self, q: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:

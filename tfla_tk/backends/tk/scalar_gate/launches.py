@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfla_tk import build
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
-from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes, tile_of_both
 from tfla_tk.build import instances
 from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
 
@@ -32,6 +32,7 @@ class Call:
         row_n, row_m, chunk_m: as the forward returns them; row_n is 0 without normaliser alone.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
+        left: what the forward has left for one walk: states, their units, n; 0 for three.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
@@ -52,6 +53,7 @@ class Call:
     row_m: int
     chunk_m: int
     cut: tuple[int, bool, int, int, int]
+    left: Triple
     c_initial: int
     n_initial: int
     c_last: int
@@ -103,19 +105,48 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     found = [_of_rows(x)] if x.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
-        if not states_given:
+        if not (states_given or x.plan.is_narrow):
             found += _of_segments_of_dq(x)
         found += _of_segments_of_dk(x)
     return found
 
 
 def of_gradients(x: Call, written: Grads) -> list[Launch]:
-    """The walks. dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks."""
+    """The walks. Of three that for dv leaves dh_t.h_t, but where the plan has rows: e before the walks."""
+    if x.plan.is_narrow:
+        return [_of_one_walk(x, written)]
     dots = x.row_n != 0 and not x.plan.has_rows
     found = [_of_dv(x, written, dots=dots)]
     if dots:
         found.append(_of_factors(x))
     return found + _of_dq_and_dk(x, written)
+
+
+def _of_one_walk(x: Call, written: Grads) -> Launch:
+    """dq, dk and dv, and the sums for the gates where these have gradients."""
+    memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.sizes[3:])
+    return x.kernels(instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.decay)).gradients(
+        x.q,
+        x.k,
+        x.v,
+        x.dh,
+        x.left,
+        memory.gates,
+        _e(x)[0],
+        _boundary(x, memory.grad_c, memory.grad_n if x.normalize else 0, memory.grad_decay),
+        (x.dc_last, x.dn_last),
+        (written.dc_initial, written.dn_initial),
+        written.dq,
+        written.dk,
+        written.dv,
+        (memory.q_dq, memory.k_dk, memory.flows) if needs_df else (0, 0, 0),
+        x.cut,
+        x.sizes,
+        x.group,
+        tile,
+        x.half,
+        x.device,
+    )
 
 
 def _of_rows(x: Call) -> Launch:
@@ -313,6 +344,22 @@ def _prepare_walk(
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
+    if plan.is_narrow:
+        return x.kernels(
+            x.gates
+        ).gate_gradients(
+            (memory.q_dq, memory.k_dk, memory.flows),
+            tile_of_both(*x.sizes[3:]) // 16 + x.normalize,  # a warp has 16 columns of V
+            x.i,
+            x.f,
+            written.di,
+            written.df,
+            x.chunk_m,
+            x.cut[:3],
+            x.sizes[:3],
+            x.sigmoid_gate,
+            x.device,
+        )
     return x.kernels(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),

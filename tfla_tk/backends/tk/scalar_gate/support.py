@@ -123,8 +123,8 @@ def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     return device.supports(call.device, _kernels_of, *_kernel_key(kernel, call))
 
 
-# kernel; tiles of K and V, or tokens and 0; operands' dtype; normaliser, sigmoid gate, gradients
-KernelKey = tuple[str, int, int, str, bool, bool, bool]
+# kernel; tiles of K and V, or tokens and 0; dtype; normaliser, sigmoid gate, gradients, those of gates
+KernelKey = tuple[str, int, int, str, bool, bool, bool, bool]
 
 
 def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
@@ -132,19 +132,26 @@ def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
     dtype = DTYPE_NAMES[call.dtype]
     if isinstance(call, LinearCall):
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return kernel, *tiles, dtype, False, True, call.requires_grad
+        return kernel, *tiles, dtype, False, True, call.requires_grad, call.gate == "token"
     if kernel == "mlstm" or call.requires_grad:  # of one token, too: the chunkwise kernel has the gradients
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return "mlstm", *tiles, dtype, call.normalize, call.sigmoid_gate, call.requires_grad
+        return "mlstm", *tiles, dtype, call.normalize, call.sigmoid_gate, call.requires_grad, True
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
-    return kernel, tokens, 0, dtype, False, False, False
+    return kernel, tokens, 0, dtype, False, False, False, False
 
 
 def _kernels_of(
-    kernel: str, first: int, second: int, dtype: str, normalize: bool, sigmoid_gate: bool, gradients: bool
+    kernel: str,
+    first: int,
+    second: int,
+    dtype: str,
+    normalize: bool,
+    sigmoid_gate: bool,
+    gradients: bool,
+    needs_df: bool,
 ) -> device.Kernels:
     """The kernels that nearly every such call takes; what others take is loaded when they are launched."""
     if kernel == "mlstm_step":
@@ -159,5 +166,5 @@ def _kernels_of(
         "decay": decay,
     }
     forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
-    of_backward = walks.instances_of(first, second, **of_call) if gradients else ()
+    of_backward = walks.instances_of(first, second, **of_call, needs_df=needs_df) if gradients else ()
     return instances.CHUNKWISE[decay], (forward, *of_backward)

@@ -1,7 +1,8 @@
 """The plan of a backward: its walks, its parts of V, and where its kernels leave what others of them read.
 
-It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it. The
-kernel of a walk is named mlstm_pass (docs/mlstm-backward.md).
+It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it. With
+narrow head dims there is one walk, mlstm_gradients; else there are three, whose kernel is named mlstm_pass
+(docs/mlstm-backward.md).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
-from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
+from tfla_tk.core.layout import ANCHOR_CHUNKS, FLOW_PARTS, STATE_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
@@ -29,7 +30,8 @@ class Memory(NamedTuple):
     """What kernels of a call leave for others: addresses, in a plan bytes from the start of the allocation.
 
     fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head, of
-    packed sequences as many as there can be; uncut sequences have none.
+    packed sequences as many as there can be; uncut sequences have none. One walk takes no dots, state_*,
+    *_inter, anchors, workspace and tickets: these are 0.
 
     Attributes:
         gates: of every chunk as the walks take them, [B, NH, slots].
@@ -47,7 +49,8 @@ class Memory(NamedTuple):
         anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
             sequences.
         flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
-            summed over its parts; slots without an anchor are not written.
+            summed over its parts; slots without an anchor are not written. With one walk what it leaves of
+            each chunk's flow, [B, NH, slots, flow parts].
         workspace: of the kernels for the gates.
         tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32; none with one part of V.
     """
@@ -77,6 +80,7 @@ class Plan:
     """How a backward is launched.
 
     Attributes:
+        is_narrow: one walk makes dq, dk and dv.
         tile_of_dv, tile: of the walk for dv, and of those for dq and dk (`instances.walk_tile`).
         parts: of V: the shares of the walks for dq and dk.
         e_stride: elements from a part's e to the next one's.
@@ -89,6 +93,7 @@ class Plan:
         offsets: of what it holds.
     """
 
+    is_narrow: bool
     tile_of_dv: tuple[int, int]
     tile: tuple[int, int]
     parts: int
@@ -108,6 +113,16 @@ class Plan:
         return Memory._make([address + offset for offset in self.offsets])
 
 
+def is_narrow(dim_qk: int, dim_v: int) -> bool:
+    """Whether one walk makes dq, dk and dv, from states that the forward leaves."""
+    return max(dim_qk, dim_v) <= instances.MAX_NARROW
+
+
+def tile_of_both(dim_qk: int, dim_v: int) -> int:
+    """The tile of one walk."""
+    return instances.tile_of(max(dim_qk, dim_v), instances.GRADIENTS_TILES)
+
+
 def tiles_of(dim_qk: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The tile of the walk for dv, and of those for dq and dk."""
     of_dv = instances.walk_tile("dv", dim_qk, dim_v)
@@ -115,17 +130,31 @@ def tiles_of(dim_qk: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 def instances_of(
-    dim_qk: int, dim_v: int, *, half: bool, normalize: bool, sigmoid_gate: bool, decay: bool
+    dim_qk: int,
+    dim_v: int,
+    *,
+    half: bool,
+    normalize: bool,
+    sigmoid_gate: bool,
+    decay: bool,
+    needs_df: bool = True,
 ) -> list[Instance]:
     """The kernels of every backward. Where sequences are cut, it takes those of `instances_of_cut`, too.
 
     Args:
         half: operands are fp16. decay: with a scalar decay.
+        needs_df: gradients of gates are wanted.
     """
     of_dv, tile = tiles_of(dim_qk, dim_v)
+    if is_narrow(dim_qk, dim_v):
+        walks = [instances.mlstm_gradients(tile_of_both(dim_qk, dim_v), half, normalize, needs_df, decay)]
+    else:
+        walks = [
+            instances.mlstm_walk("dq and dk", tile, half, normalize, decay),
+            instances.mlstm_walk("dv", of_dv, half, decay=decay),
+        ]
     return [
-        instances.mlstm_walk("dq and dk", tile, half, normalize, decay),
-        instances.mlstm_walk("dv", of_dv, half, decay=decay),
+        *walks,
         instances.mlstm_bwd_gates(sigmoid_gate, decay),
         *([instances.mlstm_bwd_rows(half)] if normalize else []),
     ]
@@ -139,8 +168,10 @@ def instances_of_cut(dim_qk: int, dim_v: int, *, half: bool, normalize: bool, de
 
 @functools.cache
 def ctas_of_a_walk(dim_qk: int, dim_v: int) -> int:
-    """CTAs that the walks for dq and dk have for one segment of a head: slices of K times parts of V."""
+    """CTAs that a walk has for one segment of a head: those for dq and dk slices of K times parts of V."""
     _, (_, slice_k) = tiles_of(dim_qk, dim_v)
+    if is_narrow(dim_qk, dim_v):
+        return 1
     return -(-dim_qk // slice_k) * _parts(dim_v)
 
 
@@ -156,7 +187,11 @@ def cut_sequences(
     if batch_invariant:
         return segments.cut_invariant(sequences, seq, packed=packed)
     find = segments.cut_packed if packed else segments.cut
-    return find(sequences, seq, heads * ctas_of_a_walk(*dims), multiprocessors, segments.BACKWARD)
+    cut = find(sequences, seq, heads * ctas_of_a_walk(*dims), multiprocessors, segments.BACKWARD)
+    if not is_narrow(*dims) or cut.segments == sequences or cut.chunks % STATE_CHUNKS == 0:
+        return cut
+    # a segment begins with a state of the forward's
+    return segments.lengthened(cut, sequences, seq, packed=packed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,6 +205,7 @@ def make_plan(
     decay: bool = False,
     states_given: bool = False,
     batch_invariant: bool = False,
+    needs_df: bool = True,
 ) -> Plan:
     """The plan of calls of these sizes.
 
@@ -180,13 +216,15 @@ def make_plan(
         states_given: the forward has left the states at the boundaries: state_c and state_n are in its
             workspace, not in this allocation, and nobody reads state_decay.
         batch_invariant: e of every token comes from its kernel of rows, whether something is cut or not.
+        needs_df: gradients of gates are wanted.
     """
     kernel = build.load(instances.CHUNKWISE[decay])
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
-    own_states = 0 if states_given else boundaries
-    has_rows = normalize and (boundaries > 0 or batch_invariant)
-    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
+    narrow = is_narrow(dim_qk, dim_v)
+    own_states = 0 if states_given or narrow else boundaries
+    has_rows = normalize and (narrow or boundaries > 0 or batch_invariant)
+    row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
     of_dv, tile = tiles_of(dim_qk, dim_v)
     _, dots_slice = of_dv
     dot_slices = -(-dim_v // dots_slice)
@@ -195,7 +233,14 @@ def make_plan(
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     of_walks = batch, heads, dim_v, dim_qk, *tile
-    flow_parts = kernel.flow_parts(*of_walks)
+    if narrow:
+        flow_parts, flow_slots = FLOW_PARTS, chunk_slots
+        inter_bytes = anchor_bytes = workspace_bytes = 0
+        sum_bytes = sum_bytes if needs_df else 0
+    else:
+        flow_parts, flow_slots = kernel.flow_parts(*of_walks), chunk_slots // ANCHOR_CHUNKS + 1
+        anchor_bytes = kernel.anchor_bytes(*of_walks, chunk_slots)
+        workspace_bytes = kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences)
     taken = Memory(
         gates=kernel.chunk_gates_bytes() * batch * heads * chunk_slots,
         log2_w=row_bytes if has_rows else 0,
@@ -211,13 +256,14 @@ def make_plan(
         q_dq_inter=inter_bytes,
         k_dk=sum_bytes,
         k_dk_inter=inter_bytes,
-        anchors=kernel.anchor_bytes(*of_walks, chunk_slots),
-        flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
-        workspace=kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences),
+        anchors=anchor_bytes,
+        flows=FLOAT * batch * heads * flow_slots * flow_parts,
+        workspace=workspace_bytes,
         tickets=2 * INT if parts > 1 else 0,
     )
-    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
+    *offsets, size = itertools.accumulate(map(aligned, taken), initial=0)
     return Plan(
+        narrow,
         of_dv,
         tile,
         parts,
@@ -238,5 +284,6 @@ def _parts(dim_v: int) -> int:
     return -(-dim_v // PART_COLUMNS)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Bytes of an allocation's part, so that the next one may have any alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,205 @@
+// A walker of the walk that makes dq, dk and dv, backward in time. It owns 64 columns of V and holds dS^T of
+// them in registers. It makes dv, and of the scores P_ij = s W_ij / w_i q_i.k_j, j <= i, its share of the
+// columns. With `sent` and `received` of walk/gates.cuh, per chunk:
+//   1. Issue the scores. Round dS^T to A operands and hand it to the keys' warpgroup; issue X^T = dS^T K^T.
+//   2. Issue dS^T <- decay dS^T + (received dh)^T Q. Under it gate P and scale X^T by `sent`. Where sums for
+//      the gates are wanted, leave v . X, what tokens send through dS, and where S enters the chunk decay
+//      <S, dS>, what passes it.
+//   3. Meet: P is there. Issue dv^T = X^T + dh^T P.
+//   4. dv takes the place of v.
+#pragma once
+
+#include "scalar_gate/backward/gradients/config.cuh"
+
+namespace tfla_tk::mlstm {
+
+template <class C> struct GradientsWalker {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    using Fragment = rt<T, 16, 16>;
+    static constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    static constexpr int kScores = kChunk / C::kWalkers;  // columns
+
+    const GradientsGlobals& g;
+    GradientsMemory<C>& smem;
+    const int walker;
+    rt_fl<16, C::kDimK> gradient;  // dS^T
+    rt_fl<16, kChunk> x;           // X^T, then dv^T
+    rt_fl<16, kScores> scores;
+    Fragment fragments[kTokenSteps], tokens[kTokenSteps];
+
+    __device__ inline GradientsWalker(const GradientsGlobals& g, GradientsMemory<C>& smem, int walker)
+        : g(g), smem(smem), walker(walker) {}
+
+    // The first of this warp's 16 rows of scores, and of the state's tiles, which are columns of V. NOTES:
+    // recomputed, to save registers
+    __device__ static inline int own_token() { return fresh_thread() % 128 / 32 * 16; }
+    __device__ inline int own_row() const { return kPanelColumns * walker + own_token(); }
+    __device__ inline void meet() const { named_sync<128 * C::kWalkers>(NamedBarrier::walkers_meet); }
+
+    __device__ inline uint32_t columns_of(typename C::Tile& tile) const {
+        const int lane = fresh_laneid(), warp = fresh_thread() / 32 % 4;
+        return shared_address(tile.data[walker]) +
+               panel_offset(transposed_row(lane), 2 * warp + lane / 8 % 2);
+    }
+    __device__ inline void load_columns(Fragment (&to)[kTokenSteps], typename C::Tile& tile) const {
+        const uint32_t columns = columns_of(tile);
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(to[j], columns + 16 * j * kPanelColumns * sizeof(T)); });
+    }
+    // visit(j, k, first of the two tokens of data[k] of the j-th 16)
+    template <class Visit> __device__ static inline void for_token_pairs(Visit visit) {
+        const int lane = 2 * (fresh_laneid() % 4);
+        each<0, kTokenSteps>(
+            [&](int j) { each<0, 4>([&](int k) { visit(j, k, 16 * j + 8 * (k / 2) + lane); }); });
+    }
+    __device__ static inline float2 pair_of(const float* factors, int token) {
+        return *reinterpret_cast<const float2*>(&factors[token]);
+    }
+
+    // Gates the scores and hands them over in a tile.
+    __device__ inline void gate_scores(typename C::Square& to, const ChunkGates& gates) {
+        const int lane = fresh_laneid(), row = own_token() + lane / 4;
+        each<0, kScores / 16>([&](int j) {
+            T2 rounded[4];
+            each<0, 4>([&](int k) {
+                const int own = row + 8 * (k % 2);
+                const int column = kScores * walker + 16 * j + 8 * (k / 2) + 2 * (lane % 4);
+                const float2 gate = gates_between(gates, own, column);
+                // NOTES: by selection: gates right of the diagonal may be infinite
+                const float2 score = scores.tiles[0][j].data[k];
+                rounded[k] = from_float2<T2>(
+                    {column <= own ? gate.x * score.x : 0.f, column < own ? gate.y * score.y : 0.f});
+            });
+            store_fragment<T, kChunk>(shared_address(&to), own_token(), kScores / 16 * walker + j, rounded);
+            asm volatile("" ::: "memory");
+        });
+        fence_async_proxy();
+    }
+
+    // d += a times a tile whose columns are N, issued.
+    template <class Accumulator>
+    __device__ static inline void add_columns(Accumulator& d, Fragment (&a)[kTokenSteps], const void* tile,
+                                              uint32_t panel_bytes) {
+        const auto columns = Operand128B::columns(tile, panel_bytes);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
+    }
+
+    // Leaves this warp's part of the chunk's flow, from X^T, scaled, and from the rounded dS^T. NOTES: all
+    // of the same rounded operands as dk and dq are, so that what cancels in the gates' gradients does.
+    __device__ inline void leave_flow(int step) {
+        const GradientsTask& task = smem.task;
+        const int chunk = task.chunks - 1 - anew(step), slot = Use<C::kStages>(step).slot;
+        float flow = 0.f;
+        const uint32_t values = columns_of(smem.values[slot]);
+        each<0, kTokenSteps>([&](int j) {
+            Fragment of_tokens;
+            load_transposed(of_tokens, values + 16 * j * kPanelColumns * sizeof(T));
+            each<0, 4>([&](int k) {
+                const float2 v = to_float2(of_tokens.tiles[0][0].data[k]), y = x.tiles[0][j].data[k];
+                flow += v.x * y.x, flow += v.y * y.y;
+            });
+            if (j % 2) asm volatile("" : "+f"(flow)::"memory");
+        });
+        if (GradientsTask::enters_with_state(chunk)) {
+            wait(smem.state_arrived, task.states_before(chunk) & 1);
+            flow += smem.state_scale * exp2f(smem.gates[slot].decay) * state_product();
+            arrive_warp(smem.state_free);
+        }
+        flow = warp_sum(flow);
+        if (fresh_laneid() == 0)
+            g.flows[(task.first_slot + chunk) * kFlowParts + 4 * walker + own_token() / 16] = flow;
+    }
+    // Of this warp's rows of S^T and dS^T, this lane's part.
+    __device__ inline float state_product() const {
+        // these two tiles lie alike
+        const uint32_t rows = panel_offset(own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
+        float sum = 0.f;
+        each<0, kStateSteps>([&](int k) {
+            const uint32_t offset = (rows ^ (k % 4 * 32)) + k / 4 * C::State::panel_bytes;
+            T2 s[4], ds[4];
+            move<T2>::ldsm4(s[0], s[1], s[2], s[3], shared_address(&smem.state) + offset);
+            move<T2>::ldsm4(ds[0], ds[1], ds[2], ds[3], shared_address(&smem.gradient) + offset);
+            each<0, 4>([&](int n) {
+                const float2 a = to_float2(s[n]), b = to_float2(ds[n]);
+                sum += a.x * b.x, sum += a.y * b.y;
+            });
+            if (k % 2) asm volatile("" : "+f"(sum)::"memory");
+        });
+        return sum;
+    }
+
+    __device__ inline void walk_chunk(int step) {
+        const int slot = Use<C::kStages>(step).slot;
+        const ChunkGates& gates = smem.gates[slot];
+        // 1
+        issue_scores<T, C::kDimK>(scores, smem.queries[slot], smem.keys[slot], kScores * walker);
+        const auto keys = Operand128B::rows(&smem.keys[slot]);
+        const uint32_t tile = shared_address(&smem.gradient);
+        multiply_in_turns<kStateSteps>(
+            x, fragments,
+            [&](Fragment& a, int k) {
+                convert_fragment(a, gradient, k);
+                store_fragment<T, C::kDimV>(tile, own_row(), k, a.tiles[0][0].data);
+            },
+            [&](int k) { return keys.row_step(C::Tile::panel_bytes, k); },
+            [&](const Fragment& a, uint64_t b, int k) { wgmma_step<false>(x, a, 0, b, k > 0); },
+            [] { warpgroup::mma_commit_group(); },
+            [&] {
+                fence_async_proxy();
+                arrive_warp(smem.gradient_ready);
+            });
+        pin(scores);
+        load_columns(tokens, smem.douts[slot]);
+        for_token_pairs([&](int j, int k, int token) {
+            T2& pair = tokens[j].tiles[0][0].data[k];
+            const float2 dh = to_float2(pair), received = pair_of(gates.received, token);
+            pair = from_float2<T2>({received.x * dh.x, received.y * dh.y});
+        });
+        pin_all(tokens);
+        // 2
+        warp::mul(gradient, gradient, exp2f(gates.decay));
+        add_columns(gradient, tokens, &smem.queries[slot], C::Tile::panel_bytes);
+        gate_scores(smem.p[step % 2], gates);
+        for_token_pairs([&](int j, int k, int token) {
+            scale_in_place(x.tiles[0][j].data[k], pair_of(gates.sent, token));
+        });
+        if constexpr (C::kSums) leave_flow(step);
+        warpgroup::mma_async_wait<0>();
+        pin(gradient), pin_all(tokens), pin(x);
+        arrive_warp(smem.qk_read[slot]);
+        load_columns(fragments, smem.douts[slot]);
+        // 3
+        meet();
+        add_columns(x, fragments, &smem.p[anew(step) % 2], C::Square::panel_bytes);
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_all(fragments);
+        // 4. NOTES: the keys' warpgroup has then read dS^T, too, which the next chunk's replaces
+        wait(smem.values_read[slot], Use<C::kStages>(anew(step)).phase);
+        store_transposed<T>(columns_of(smem.values[slot]), x);
+        fence_async_proxy();
+        arrive_warp(smem.dv_ready[slot]);
+        arrive_warp(smem.free[slot]);
+    }
+
+    __device__ inline void walk() {
+        const GradientsTask& task = smem.task;
+        if (task.entering_c)
+            load_state_transposed(gradient, task.entering_c, 0, own_row(), g.dim_k, g.dim_v, g.dim_v);
+        else
+            warp::zero(gradient);
+        pin(gradient);
+#pragma unroll 1
+        for (int step = 0; step < task.chunks; step++) {
+            const auto [slot, phase] = Use<C::kStages>(step);
+            wait(smem.gates_ready[slot], phase);
+            wait(smem.arrived[slot], phase);
+            walk_chunk(step);
+        }
+        if (task.leaving_c)
+            store_state_transposed(task.leaving_c, gradient, 0, own_row(), g.dim_k, g.dim_v, g.dim_v);
+    }
+};
+
+}  // namespace tfla_tk::mlstm
