@@ -2,8 +2,7 @@
 #pragma once
 
 #include "common/sync.cuh"
-#include "common/tiles.cuh"
-#include "common/wgmma.cuh"
+#include "common/tile_products.cuh"
 #include "delta_rule/gates.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -17,19 +16,6 @@ using namespace kittens;
 // registers for it. matrices_before in split.py repeats this rule.
 template <int kDimK, int kWalkers, int kMakerWarpgroups>
 constexpr bool kMakesScores = kDimK <= 64 || (kDimK <= 128 && kWalkers == 2 && kMakerWarpgroups == 0);
-
-// scores = X K^T, issued: all rows of X, and rows of K from first_key on, as many as `scores` has columns.
-template <class T, int kDimK, class Tile, class Scores>
-__device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile& keys, int first_key = 0) {
-    const auto a = Operand128B::rows(&rows), b = Operand128B::rows(&keys.data[0][first_key]);
-    forget(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDimK / 16; k++)
-        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k),
-                             k > 0);
-    warpgroup::mma_commit_group();
-}
 
 // e^{b_i - b_j} of a row i and two columns j side by side, the first one even.
 __device__ inline float2 decays_between(const Log2Decay& b, int row, int column) {

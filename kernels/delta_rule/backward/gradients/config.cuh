@@ -1,10 +1,10 @@
 // Warpgroup roles and shared memory of the walk that makes dq, dk and dv.
 #pragma once
 
-#include "common/store_rows.cuh"
 #include "delta_rule/backward/token_sums.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
+#include "sequence/gradient_walk.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -116,12 +116,5 @@ template <class C> struct GradientsMemory {
         publish_barriers();
     }
 };
-
-// d (+)= A B, both in shared memory: one step of k = 16. kTransA, kTransB: columns of the tile are A's rows,
-// or B's columns.
-template <class T, int kTransA, int kTransB, class D>
-__device__ inline void wgmma_shared(D& d, uint64_t a, uint64_t b, bool accumulate) {
-    kittens::detail::wgmma::base<float, T, D::cols, kTransA, kTransB>::st_st(d, a, b, accumulate);
-}
 
 }  // namespace tfla_tk::delta_rule

@@ -23,45 +23,18 @@ template <class C> struct GradientsOfKeys {
     const GradientsGlobals& g;
     GradientsMemory<C>& smem;
 
-    __device__ static inline int own_row() { return fresh_thread() % 128 / 32 * 16; }
     __device__ static inline void meet() { named_sync<128>(NamedBarrier::columns); }
     __device__ static inline uint32_t own_rows_of(const Tile& tile) {
         const int lane = fresh_laneid();
-        return shared_address(&tile) + panel_offset(own_row() + lane % 16, lane / 16);
+        return shared_address(&tile) + panel_offset(own_token() + lane % 16, lane / 16);
     }
-    template <class Of = Tile> __device__ static inline uint32_t step_of(uint32_t rows, int j) {
-        return (rows ^ ((j % 4) * 32)) + j / 4 * Of::panel_bytes;
+    __device__ static inline uint32_t step_of(uint32_t rows, int j) {
+        return (rows ^ ((j % 4) * 32)) + j / 4 * Tile::panel_bytes;
     }
 
-    // d = x times a transposed state, issued.
-    __device__ static inline void issue_through(Result& d, const Tile& x, const typename C::State& state) {
-        const auto a = Operand128B::rows(&x), b = Operand128B::columns(&state, C::State::panel_bytes);
-        forget(d);
-        wgmma_fence();
-        each<0, C::kDimV / 16>([&](int k) {
-            wgmma_shared<T, 0, 1>(d, a.row_step(Tile::panel_bytes, k), b.column_step(k), k > 0);
-        });
-        warpgroup::mma_commit_group();
-    }
-    // d += scores x, or scores^T x, issued.
-    template <int kTransposed>
-    __device__ static inline void issue_add(Result& d, const typename C::Square& scores, const Tile& x) {
-        using Square = typename C::Square;
-        const auto a =
-            kTransposed ? Operand128B::columns(&scores, Square::panel_bytes) : Operand128B::rows(&scores);
-        const auto b = Operand128B::columns(&x, Tile::panel_bytes);
-        pin(d);
-        wgmma_fence();
-        each<0, kChunk / 16>([&](int j) {
-            wgmma_shared<T, kTransposed, 1>(
-                d, kTransposed ? a.column_step(j) : a.row_step(Square::panel_bytes, j), b.column_step(j),
-                true);
-        });
-        warpgroup::mma_commit_group();
-    }
     // Rows of d times factor(token).
     template <class Factor> __device__ static inline void scale_rows(Result& d, Factor factor) {
-        const int row = own_row() + fresh_laneid() / 4;
+        const int row = own_token() + fresh_laneid() / 4;
         const float upper = factor(row), lower = factor(row + 8);
         each<0, Result::width>([&](int j) {
             each<0, 4>([&](int k) {
@@ -92,7 +65,7 @@ template <class C> struct GradientsOfKeys {
     // which: of token_sums
     __device__ inline void store_sums(int which, int step, float2 sums) const {
         const GradientsTask& task = smem.task;
-        const int chunk = task.chunks - 1 - anew(step), lane = fresh_laneid(), row = own_row() + lane / 4;
+        const int chunk = task.chunks - 1 - anew(step), lane = fresh_laneid(), row = own_token() + lane / 4;
         const int tokens = task.tokens - chunk * kChunk;
         sums = {quad_sum(sums.x), quad_sum(sums.y)};
         if (lane % 4 != 0 || !task.owns(chunk)) return;
@@ -109,39 +82,25 @@ template <class C> struct GradientsOfKeys {
     }
     // e^{b_L} <S, dS>, both rounded, of this warp's rows of both, which lie alike.
     __device__ inline void leave_flow(int step, const GradientsGates& gates) const {
-        using State = typename C::State;
-        const uint32_t rows = panel_offset(2 * own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
-        float2 sum{0.f, 0.f};
-        each<0, C::kDimV / kKeysWarps / 16>([&](int i) {
-            each<0, C::kDimK / 16>([&](int j) {
-                const uint32_t offset = step_of<State>(rows, j) + 16 * i * kPanelColumns * sizeof(T);
-                T2 x[4], y[4];
-                kittens::move<T2>::ldsm4(x[0], x[1], x[2], x[3], shared_address(&smem.state) + offset);
-                kittens::move<T2>::ldsm4(y[0], y[1], y[2], y[3], shared_address(&smem.gradient) + offset);
-                each<0, 4>([&](int k) {
-                    const float2 s = to_float2(x[k]), ds = to_float2(y[k]);
-                    sum = {fmaf(s.x, ds.x, sum.x), fmaf(s.y, ds.y, sum.y)};
-                });
-                asm volatile("" : "+f"(sum.x), "+f"(sum.y)::"memory");
-            });
-        });
+        constexpr int kRows = C::kDimV / kKeysWarps;
+        const float sum = sum_products<T, kRows>(smem.state, smem.gradient, kRows / 16 * own_token());
         const GradientsTask& task = smem.task;
-        const int chunk = task.chunks - 1 - anew(step), part = kKeysWarps * task.slice + own_row() / 16;
-        const float flow = gates.decay * warp_sum(sum.x + sum.y);
+        const int chunk = task.chunks - 1 - anew(step), part = kKeysWarps * task.slice + own_token() / 16;
+        const float flow = gates.decay * warp_sum(sum);
         if (fresh_laneid() == 0 && task.owns(chunk))
             g.flows[part * g.chunk_rows + task.batch_head * g.slots + task.first_slot + chunk] = flow;
     }
 
     // A result in the place of q or k, for the producer to store. With several slices of V: added to `sums`.
     __device__ inline void store(Tile& tile, float* sums, int step, const Result& result) const {
-        if (g.slices == 1) return store_panels<T, kChunk>(shared_address(&tile), own_row(), result);
+        if (g.slices == 1) return store_panels<T, kChunk>(shared_address(&tile), own_token(), result);
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), lane = fresh_laneid();
         if (!task.owns(chunk)) return;
         // two lanes exchange half of what they have, so that each has four columns in a row
         const bool odd = lane % 2;
         each<0, 2>([&](int half) {
-            const int row = chunk * kChunk + own_row() + lane / 4 + 8 * half;
+            const int row = chunk * kChunk + own_token() + lane / 4 + 8 * half;
             const int64_t token = static_cast<int64_t>(task.batch) * g.seq + task.first_row + row;
             const int column = 8 * odd + 4 * (lane % 4 / 2);
             float* const to = sums + (token * g.heads + task.head) * g.dim_k + column;
@@ -167,9 +126,9 @@ template <class C> struct GradientsOfKeys {
         Tile &queries = smem.queries[slot], &keys = smem.keys[slot];
         Result of_state, rest;  // dq, then left; right
         // 1
-        issue_through(of_state, smem.douts[slot], smem.state);
+        issue_through<T, C::kDimV>(of_state, smem.douts[slot], smem.state);
         wait(smem.gradient_ready, step & 1);
-        issue_through(rest, smem.writes[slot], smem.gradient);
+        issue_through<T, C::kDimV>(rest, smem.writes[slot], smem.gradient);
         if (step > 0) end_turn(g, smem.task, smem.task.chunks - anew(step));
         if constexpr (C::kMakesSums) leave_flow(step, gates);
         warpgroup::mma_async_wait<1>();
@@ -177,13 +136,13 @@ template <class C> struct GradientsOfKeys {
         arrive_warp(smem.dout_read[slot]);
         scale_rows(of_state, [&](int token) { return g.scale * gates.read[token]; });
         wait(smem.reads_ready, step & 1);
-        issue_add<0>(of_state, smem.reads, keys);
+        issue_add<T, 0>(of_state, smem.reads, keys);
         warpgroup::mma_async_wait<1>();
         pin(rest);
         arrive_warp(smem.gradient_free);
         scale_rows(rest, [&](int token) { return gates.kept[token] * gates.beta[token]; });
         if constexpr (C::kMakesSums) leave_sums(2, step, rest, keys);
-        issue_add<1>(rest, smem.reads, queries);
+        issue_add<T, 1>(rest, smem.reads, queries);
         // 2
         warpgroup::mma_async_wait<1>();
         pin(of_state);
@@ -196,15 +155,15 @@ template <class C> struct GradientsOfKeys {
         store(queries, g.dq_sums, step, of_state);
         // 3
         wait(smem.dv_ready[slot], phase);
-        issue_through(of_state, smem.douts[slot], smem.state);
+        issue_through<T, C::kDimV>(of_state, smem.douts[slot], smem.state);
         wait(smem.erasures_ready, step & 1);
-        issue_add<1>(rest, smem.erasures, keys);
+        issue_add<T, 1>(rest, smem.erasures, keys);
         warpgroup::mma_async_wait<1>();
         pin(of_state);
         arrive_warp(smem.state_free);
         arrive_warp(smem.dv_done[slot]);
         scale_rows(of_state, [&](int token) { return -gates.read[token]; });
-        issue_add<0>(of_state, smem.erasures, keys);
+        issue_add<T, 0>(of_state, smem.erasures, keys);
         warpgroup::mma_async_wait<1>();
         pin(rest);
         float2 sums{0.f, 0.f};

@@ -62,50 +62,14 @@ template <class C> __device__ inline void scan_gates(const GradientsGlobals& g, 
     }
 }
 
-// Stores what has taken the place of tiles, and loads tiles of a later chunk there, by one warp.
-//   store(slot, chunk), load(slot, chunk), by all lanes
-template <class C, class Store, class Load>
-__device__ inline void store_and_load(const GradientsTask& task, semaphore (&ready)[C::kStages], Store store,
-                                      Load load) {
-#pragma unroll 1
-    for (int step = 0; step < task.chunks + C::kStages; step++) {
-        const int chunk = task.chunks - 1 - step;
-        const auto [slot, phase] = Use<C::kStages>(step);
-        if (const int stored = chunk + C::kStages; step >= C::kStages) {
-            wait(ready[slot], phase ^ 1);
-            if (task.owns(stored)) store(slot, stored);
-            wait_stores_read();
-            __syncwarp();
-        }
-        if (chunk >= 0) load(slot, chunk);
-    }
-    wait_stores_done();
-}
-
-// Stores the panels of a tile of tokens that begin before `columns`, of columns from `first` on.
-template <class Tile>
-__device__ inline void store_panels_of(const GradientsGlobals& g, const GradientsTask& task,
-                                       const ResultMaps& to, const Tile& tile, int chunk, int first,
-                                       int columns, int head) {
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::panels; panel++) {
-        const int column = first + panel * kPanelColumns;
-        if (column >= columns) break;
-        store_chunk(task, g.packed(), to, tile.data[panel], chunk,
-                    [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column, row, head, task.batch);
-                    });
-    }
-}
-
 // One warp: dO, and dV out of its place.
 template <class C> __device__ inline void move_values(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
-    store_and_load<C>(
+    store_and_load(
         task, smem.dv_done,
         [&](int slot, int chunk) {
-            store_panels_of(g, task, g.dv, smem.douts[slot], chunk, task.column, g.dim_v, task.head);
+            store_panels_of(task, g.packed(), g.dv, smem.douts[slot], chunk, task.column, g.dim_v);
         },
         [&](int slot, int chunk) {
             load(smem.douts[slot], g.dout, smem.arrived[slot], task.column, task.head, chunk);
@@ -116,12 +80,12 @@ template <class C> __device__ inline void move_values(const GradientsGlobals& g,
 template <class C> __device__ inline void move_keys(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
-    store_and_load<C>(
+    store_and_load(
         task, smem.dq_dk_ready,
         [&](int slot, int chunk) {
             if (g.slices > 1) return;
-            store_panels_of(g, task, g.dq, smem.queries[slot], chunk, 0, g.dim_k, task.head);
-            store_panels_of(g, task, g.dk, smem.keys[slot], chunk, 0, g.dim_k, task.head);
+            store_panels_of(task, g.packed(), g.dq, smem.queries[slot], chunk, 0, g.dim_k);
+            store_panels_of(task, g.packed(), g.dk, smem.keys[slot], chunk, 0, g.dim_k);
         },
         [&](int slot, int chunk) {
             load(smem.queries[slot], g.q, smem.arrived[slot], 0, task.key_head, chunk);

@@ -37,31 +37,10 @@ template <class C> struct GradientsWalker {
 
     // The first of this warp's 16 rows of scores, rows of the state's tiles, columns of V. NOTES: recomputed,
     // to save registers
-    __device__ static inline int own_token() { return fresh_thread() % 128 / 32 * 16; }
     __device__ inline int own_row() const { return kWalkerColumns * walker + own_token(); }
     __device__ inline int column() const { return smem.task.column + own_row(); }
     __device__ inline int chunk_of(int step) const { return smem.task.chunks - 1 - anew(step); }
     __device__ inline void meet() const { named_sync<128 * C::kWalkers>(NamedBarrier::walkers_meet); }
-
-    __device__ inline uint32_t columns_of(typename C::Tile& tile) const {
-        const int lane = fresh_laneid(), warp = fresh_thread() / 32 % 4;
-        return shared_address(tile.data[walker]) +
-               panel_offset(transposed_row(lane), 2 * warp + lane / 8 % 2);
-    }
-    __device__ inline void load_columns(Fragment (&to)[kTokenSteps], typename C::Tile& tile) const {
-        const uint32_t columns = columns_of(tile);
-        each<0, kTokenSteps>(
-            [&](int j) { load_transposed(to[j], columns + 16 * j * kPanelColumns * sizeof(T)); });
-    }
-    // visit(j, k, first of the two tokens of data[k] of the j-th 16)
-    template <class Visit> __device__ static inline void for_token_pairs(Visit visit) {
-        const int lane = 2 * (fresh_laneid() % 4);
-        each<0, kTokenSteps>(
-            [&](int j) { each<0, 4>([&](int k) { visit(j, k, 16 * j + 8 * (k / 2) + lane); }); });
-    }
-    __device__ static inline float2 pair_of(const float* factors, int token) {
-        return *reinterpret_cast<const float2*>(&factors[token]);
-    }
 
     // scores = X Y^T of the walker's half of Y's tokens, issued.
     __device__ inline void issue_half(const typename C::Tile& x, const typename C::Tile& y) {
@@ -70,38 +49,16 @@ template <class C> struct GradientsWalker {
     // Gates them and hands them over in a tile; minus: times -1, and zero on the diagonal.
     template <bool kMinus, bool kOfWrites>
     __device__ inline void gate_half(typename C::Square& to, const GradientsGates& gates) {
-        const int lane = fresh_laneid(), row = own_token() + lane / 4;
         const float scale = kMinus ? -1.f : g.scale;
-        each<0, 2>([&](int j) {
-            T2 rounded[4];
-            each<0, 4>([&](int k) {
-                const int own = row + 8 * (k % 2);
-                const int column = kChunk / 2 * walker + 16 * j + 8 * (k / 2) + 2 * (lane % 4);
-                const float2 decay = decays_between(gates.log2_decay, own, column);
-                float2 factor{scale * decay.x, scale * decay.y};
-                if constexpr (kOfWrites) {
-                    const float2 beta = pair_of(gates.beta, column);
-                    factor = {factor.x * beta.x, factor.y * beta.y};
-                }
-                // NOTES: by selection: factors right of the diagonal may be infinite
-                const float2 product = scores.tiles[0][j].data[k];
-                const int last = own - kMinus;
-                rounded[k] = from_float2<T2>({column <= last ? factor.x * product.x : 0.f,
-                                              column < last ? factor.y * product.y : 0.f});
-            });
-            store_fragment<T, kChunk>(shared_address(&to), own_token(), 2 * walker + j, rounded);
-            asm volatile("" ::: "memory");
+        store_gated<T, kMinus>(to, scores, kChunk / 2 * walker, [&](int row, int column, float2 score) {
+            const float2 decay = decays_between(gates.log2_decay, row, column);
+            float2 factor{scale * decay.x, scale * decay.y};
+            if constexpr (kOfWrites) {
+                const float2 beta = pair_of(gates.beta, column);
+                factor = {factor.x * beta.x, factor.y * beta.y};
+            }
+            return float2{factor.x * score.x, factor.y * score.y};
         });
-        fence_async_proxy();
-    }
-
-    // x (+)= a tile's product, for scores whose columns are N.
-    template <class Accumulator>
-    __device__ static inline void add_columns(Accumulator& d, Fragment (&a)[kTokenSteps], const void* tile,
-                                              uint32_t panel_bytes) {
-        const auto columns = Operand128B::columns(tile, panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
     }
 
     __device__ inline void walk_chunk(int step) {
@@ -125,7 +82,7 @@ template <class C> struct GradientsWalker {
                 arrive_warp(smem.gradient_ready);
             });
         pin(scores);
-        load_columns(tokens, smem.douts[slot]);
+        load_columns(tokens, smem.douts[slot].data[walker]);
         for_token_pairs([&](int j, int k, int token) {
             T2& pair = tokens[j].tiles[0][0].data[k];
             const float2 out = to_float2(pair), read = pair_of(gates.read, token);
@@ -134,7 +91,7 @@ template <class C> struct GradientsWalker {
         pin_all(tokens);
         // 2
         warp::mul(gradient, gradient, gates.decay);
-        add_columns(gradient, tokens, &smem.queries[slot], C::Tile::panel_bytes);
+        add_columns(gradient, tokens, smem.queries[slot]);
         gate_half<false, false>(smem.p, gates);
         for_token_pairs([&](int j, int k, int token) {
             scale_in_place(x.tiles[0][j].data[k], pair_of(gates.kept, token));
@@ -142,10 +99,10 @@ template <class C> struct GradientsWalker {
         warpgroup::mma_async_wait<0>();
         pin(gradient), pin_all(tokens), pin(x);
         arrive_warp(smem.queries_read[slot]);
-        load_columns(fragments, smem.douts[slot]);
+        load_columns(fragments, smem.douts[slot].data[walker]);
         meet();
         // 3
-        add_columns(x, fragments, &smem.p, C::Square::panel_bytes);
+        add_columns(x, fragments, smem.p);
         issue_half(smem.douts[slot], smem.writes[slot]);
         warpgroup::mma_async_wait<1>();
         pin(x), pin_all(fragments);
@@ -155,7 +112,7 @@ template <class C> struct GradientsWalker {
             fragments[j].tiles[0][0].data[k] = from_float2<T2>({beta.x * du.x, beta.y * du.y});
         });
         wait(smem.a_arrived, step & 1);
-        add_columns(x, fragments, &smem.a, C::Square::panel_bytes);
+        add_columns(x, fragments, smem.a);
         warpgroup::mma_async_wait<kTokenSteps>();
         pin(scores);
         wait_free(smem.reads_free, step & 1);
@@ -171,13 +128,13 @@ template <class C> struct GradientsWalker {
             tokens[j].tiles[0][0].data[k] =
                 from_float2<T2>({-read.x * beta.x * dy.x, -read.y * beta.y * dy.y});
         });
-        add_columns(gradient, tokens, &smem.keys[slot], C::Tile::panel_bytes);
-        store_strengths(step, columns_of(smem.writes[slot]));
+        add_columns(gradient, tokens, smem.keys[slot]);
+        store_strengths(step, own_columns(smem.writes[slot].data[walker]));
         for_token_pairs([&](int j, int k, int token) {
             scale_in_place(x.tiles[0][j].data[k], pair_of(gates.beta, token));
         });
         wait(smem.dout_read[slot], Use<C::kStages>(anew(step)).phase);
-        store_transposed<T>(columns_of(smem.douts[slot]), x);
+        store_transposed<T>(own_columns(smem.douts[slot].data[walker]), x);
         fence_async_proxy();
         arrive_warp(smem.dv_ready[slot]);
         meet();

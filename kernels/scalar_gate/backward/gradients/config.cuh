@@ -1,14 +1,12 @@
 // Warpgroup roles and shared memory of the walk that makes dq, dk and dv at once.
 #pragma once
 
-#include "common/register_steps.cuh"
-#include "common/store_rows.cuh"
-#include "common/sync.cuh"
 #include "common/tile_loader.cuh"
 #include "kittens.cuh"
 #include "scalar_gate/backward/walk/gates.cuh"
 #include "scalar_gate/bindings/params_gradients.h"
 #include "sequence/begin_task.cuh"
+#include "sequence/gradient_walk.cuh"
 #include "sequence/segments.cuh"
 
 namespace tfla_tk::mlstm {
@@ -82,6 +80,9 @@ struct GradientsTask {
     __device__ inline bool begins_state(int chunk) const {
         return chunk + 1 == chunks || (chunk + 1) % kStateChunks == 0;
     }
+
+    // Whether the results of a chunk are this CTA's to store.
+    __device__ static constexpr bool owns(int) { return true; }
 
     // Called by whole warps.
     template <class C> __device__ static inline GradientsTask of_block(const GradientsGlobals& g, int block) {
@@ -175,26 +176,6 @@ __device__ inline float2 gates_between(const ChunkGates& gates, int row, int col
     const float2 receives = gates.receives[row];
     const float4 sends = *reinterpret_cast<const float4*>(&gates.sends[column]);
     return {pass_gate({sends.x, sends.y}, receives), pass_gate({sends.z, sends.w}, receives)};
-}
-
-// d (+)= A B, both in shared memory: one step of k = 16. kTransA, kTransB: columns of the tile are A's rows,
-// or B's columns.
-template <class T, int kTransA, int kTransB, class D>
-__device__ inline void wgmma_shared(D& d, uint64_t a, uint64_t b, bool accumulate) {
-    kittens::detail::wgmma::base<float, T, D::cols, kTransA, kTransB>::st_st(d, a, b, accumulate);
-}
-
-// scores = X Y^T, issued: all rows of X, and rows of Y from `first` on, as many as `scores` has columns.
-template <class T, int kColumns, class Tile, class Scores>
-__device__ inline void issue_scores(Scores& scores, const Tile& x, const Tile& y, int first = 0) {
-    const auto a = Operand128B::rows(&x), b = Operand128B::rows(&y.data[0][first]);
-    forget(scores);
-    wgmma_fence();
-    each<0, kColumns / 16>([&](int k) {
-        wgmma_shared<T, 0, 0>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k),
-                              k > 0);
-    });
-    warpgroup::mma_commit_group();
 }
 
 }  // namespace tfla_tk::mlstm

@@ -2,8 +2,7 @@
 // the first. The forward has left the state that enters every second chunk, so q, k, v and dh are read once.
 // One CTA owns a (segment of a sequence, head):
 //   producer    loads q, k, v, dh, the gates and the states; stores dq, dk and dv, which take the places of
-//   k,
-//               q and v; with a normaliser one warp carries dn
+//               k, q and v; with a normaliser one warp carries dn
 //   walkers     with 64 columns of V each, dS in registers: dv (walker.cuh)
 //   keys        one warpgroup, off the chain of dS: dq and dk (keys.cuh)
 // Where sequences are cut, walk/segment_sums.cuh has made the gradient of the state at the end of each

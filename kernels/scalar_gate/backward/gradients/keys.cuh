@@ -26,35 +26,7 @@ template <class C> struct GradientsOfKeys {
     const GradientsGlobals& g;
     GradientsMemory<C>& smem;
 
-    __device__ static inline int own_row() { return fresh_thread() % 128 / 32 * 16; }
     __device__ static inline void meet() { named_sync<128>(NamedBarrier::columns); }
-
-    // d = x times a transposed state, issued.
-    __device__ static inline void issue_through(Result& d, const Tile& x, const typename C::State& state) {
-        const auto a = Operand128B::rows(&x), b = Operand128B::columns(&state, C::State::panel_bytes);
-        forget(d);
-        wgmma_fence();
-        each<0, C::kDimV / 16>([&](int k) {
-            wgmma_shared<T, 0, 1>(d, a.row_step(Tile::panel_bytes, k), b.column_step(k), k > 0);
-        });
-        warpgroup::mma_commit_group();
-    }
-    // d += scores x, or scores^T x, issued.
-    template <int kTransposed>
-    __device__ static inline void issue_add(Result& d, const typename C::Square& scores, const Tile& x) {
-        using Square = typename C::Square;
-        const auto a =
-            kTransposed ? Operand128B::columns(&scores, Square::panel_bytes) : Operand128B::rows(&scores);
-        const auto b = Operand128B::columns(&x, Tile::panel_bytes);
-        pin(d);
-        wgmma_fence();
-        each<0, kChunk / 16>([&](int j) {
-            wgmma_shared<T, kTransposed, 1>(
-                d, kTransposed ? a.column_step(j) : a.row_step(Square::panel_bytes, j), b.column_step(j),
-                true);
-        });
-        warpgroup::mma_commit_group();
-    }
 
     // A number per row of this lane, `row` and `row + 8`.
     struct OfRows {
@@ -63,7 +35,7 @@ template <class C> struct GradientsOfKeys {
         __device__ inline float at(int k) const { return k % 2 ? lower : upper; }
         __device__ inline void scale(float by) { upper *= by, lower *= by; }
     };
-    __device__ static inline int lane_row() { return own_row() + fresh_laneid() / 4; }
+    __device__ static inline int lane_row() { return own_token() + fresh_laneid() / 4; }
 
     // d = (d + weight_i vector) factor_i of rows i. weights: null for ones.
     __device__ static inline void scale_rows(Result& d, OfRows factor, const float* vector = nullptr,
@@ -94,20 +66,10 @@ template <class C> struct GradientsOfKeys {
     // Gates the scores of a chunk with itself and hands them over in a tile.
     __device__ inline void gate_reads(const Scores& scores, int slot) {
         const ChunkGates& gates = smem.gates[slot];
-        const int lane = fresh_laneid(), row = lane_row();
-        each<0, kChunk / 16>([&](int j) {
-            T2 rounded[4];
-            each<0, 4>([&](int k) {
-                const int own = row + 8 * (k % 2), column = 16 * j + 8 * (k / 2) + 2 * (lane % 4);
-                const float2 gate = gates_between(gates, own, column);
-                const float2 score = with_e(scores.tiles[0][j].data[k], slot, own);
-                rounded[k] = from_float2<T2>(
-                    {column <= own ? gate.x * score.x : 0.f, column < own ? gate.y * score.y : 0.f});
-            });
-            store_fragment<T, kChunk>(shared_address(&smem.reads), own_row(), j, rounded);
-            asm volatile("" ::: "memory");
+        store_gated<T, false>(smem.reads, scores, 0, [&](int row, int column, float2 score) {
+            const float2 gate = gates_between(gates, row, column), with = with_e(score, slot, row);
+            return float2{gate.x * with.x, gate.y * with.y};
         });
-        fence_async_proxy();
     }
     __device__ inline const float* e_of(int slot) const { return C::kNormalizer ? smem.e[slot] : nullptr; }
     __device__ inline float2 with_e(float2 score, int slot, int row) const {
@@ -131,7 +93,7 @@ template <class C> struct GradientsOfKeys {
     // Leaves sums over a result's rows, times those of a tile, for the gradients of the gates.
     __device__ inline void leave_sums(float* sums, int step, const Result& result, const Tile& by) const {
         const int lane = fresh_laneid();
-        const uint32_t rows = shared_address(&by) + panel_offset(own_row() + lane % 16, lane / 16);
+        const uint32_t rows = shared_address(&by) + panel_offset(own_token() + lane % 16, lane / 16);
         float upper = 0.f, lower = 0.f;
         each<0, Result::width>([&](int j) {
             T2 x[4];
@@ -164,7 +126,7 @@ template <class C> struct GradientsOfKeys {
         // 1
         issue_scores<T, C::kDimV>(scores, smem.douts[slot], smem.values[slot]);
         wait(smem.gradient_ready, step & 1);
-        issue_through(dk, smem.values[slot], smem.gradient);
+        issue_through<T, C::kDimV>(dk, smem.values[slot], smem.gradient);
         warpgroup::mma_async_wait<1>();
         pin(scores);
         gate_reads(scores, slot);
@@ -176,9 +138,9 @@ template <class C> struct GradientsOfKeys {
         if constexpr (C::kNormalizer) arrive_warp(smem.norm_gradient_free);
         meet();
         // 2
-        issue_add<1>(dk, smem.reads, queries);
+        issue_add<T, 1>(dk, smem.reads, queries);
         wait(smem.state_arrived, state_phase);
-        issue_through(dq, smem.douts[slot], smem.state);
+        issue_through<T, C::kDimV>(dq, smem.douts[slot], smem.state);
         warpgroup::mma_async_wait<1>();
         pin(dk);
         if constexpr (C::kSums) leave_sums(g.k_dk, step, dk, keys);
@@ -193,7 +155,7 @@ template <class C> struct GradientsOfKeys {
             pin(dq);
             scale_rows(dq, received, smem.norm, e_of(slot));
             arrive_warp(smem.state_free);
-            issue_add<0>(dq, smem.reads, keys);
+            issue_add<T, 0>(dq, smem.reads, keys);
         } else {
             const uint32_t phase_before = Use<C::kStages>(anew(step) + 1).phase;
             wait(smem.arrived[before], phase_before);
@@ -204,7 +166,7 @@ template <class C> struct GradientsOfKeys {
             warpgroup::mma_async_wait<1>();
             pin(dq);
             scale_rows(dq, received, smem.norm, e_of(slot));
-            issue_add<0>(dq, smem.reads, keys);
+            issue_add<T, 0>(dq, smem.reads, keys);
             warpgroup::mma_async_wait<1>();
             pin(scores);
             Fragment reads[kChunk / 16];
@@ -223,9 +185,9 @@ template <class C> struct GradientsOfKeys {
         wait(smem.qk_read[slot], phase);
         meet();  // all warps have read q, k and R
         each<0, C::kDimK / 16>([&](int j) {
-            store_fragment<T, kChunk>(shared_address(&queries), own_row(), j, rounded[j].tiles[0][0].data);
+            store_fragment<T, kChunk>(shared_address(&queries), own_token(), j, rounded[j].tiles[0][0].data);
         });
-        store_panels<T, kChunk>(shared_address(&keys), own_row(), dq);
+        store_panels<T, kChunk>(shared_address(&keys), own_token(), dq);
         fence_async_proxy();
         arrive_warp(smem.dq_dk_ready[slot]);
         arrive_warp(smem.free[slot]);

@@ -189,45 +189,15 @@ __device__ inline void load_gates_and_carry_norm(const GradientsGlobals& g, Grad
         for (int step = 0; step < smem.task.chunks; step++) load_gates(g, smem, step);
 }
 
-// Stores what has taken the place of tiles, and loads tiles of a later chunk there, by one warp.
-//   store(slot, chunk), load(slot, chunk), by all lanes
-template <class C, class Store, class Load>
-__device__ inline void store_and_load(const GradientsTask& task, semaphore (&ready)[C::kStages], Store store,
-                                      Load load) {
-#pragma unroll 1
-    for (int step = 0; step < task.chunks + C::kStages; step++) {
-        const int chunk = task.chunks - 1 - step;
-        const auto [slot, phase] = Use<C::kStages>(step);
-        if (step >= C::kStages) {
-            wait(ready[slot], phase ^ 1);
-            store(slot, chunk + C::kStages);
-            wait_stores_read();
-            __syncwarp();
-        }
-        if (chunk >= 0) load(slot, chunk);
-    }
-    wait_stores_done();
-}
-
-// Stores the panels of a tile of tokens that begin before `columns`.
-template <class Tile>
-__device__ inline void store_panels_of(const GradientsGlobals& g, const GradientsTask& task,
-                                       const ResultMaps& to, const Tile& tile, int chunk, int columns) {
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::panels && panel * kPanelColumns < columns; panel++)
-        store_chunk(task, g.packed(), to, tile.data[panel], chunk,
-                    [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, panel * kPanelColumns, row, task.head, task.batch);
-                    });
-}
-
 // One warp: v, and dv out of its place.
 template <class C> __device__ inline void move_values(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<GradientsTask> load(task, g.packed(), smem.tail_landed[1]);
-    store_and_load<C>(
+    store_and_load(
         task, smem.dv_ready,
-        [&](int slot, int chunk) { store_panels_of(g, task, g.dv, smem.values[slot], chunk, g.dim_v); },
+        [&](int slot, int chunk) {
+            store_panels_of(task, g.packed(), g.dv, smem.values[slot], chunk, 0, g.dim_v);
+        },
         [&](int slot, int chunk) { load(smem.values[slot], g.v, smem.arrived[slot], 0, task.head, chunk); });
 }
 
@@ -235,11 +205,11 @@ template <class C> __device__ inline void move_values(const GradientsGlobals& g,
 template <class C> __device__ inline void move_keys(const GradientsGlobals& g, GradientsMemory<C>& smem) {
     const GradientsTask& task = smem.task;
     TileLoader<GradientsTask> load(task, g.packed(), smem.tail_landed[2]);
-    store_and_load<C>(
+    store_and_load(
         task, smem.dq_dk_ready,
         [&](int slot, int chunk) {
-            store_panels_of(g, task, g.dq, smem.keys[slot], chunk, g.dim_k);
-            store_panels_of(g, task, g.dk, smem.queries[slot], chunk, g.dim_k);
+            store_panels_of(task, g.packed(), g.dq, smem.keys[slot], chunk, 0, g.dim_k);
+            store_panels_of(task, g.packed(), g.dk, smem.queries[slot], chunk, 0, g.dim_k);
         },
         [&](int slot, int chunk) {
             load(smem.queries[slot], g.q, smem.arrived[slot], 0, task.key_head, chunk);

@@ -33,58 +33,8 @@ template <class C> struct GradientsWalker {
 
     // The first of this warp's 16 rows of scores, and of the state's tiles, which are columns of V. NOTES:
     // recomputed, to save registers
-    __device__ static inline int own_token() { return fresh_thread() % 128 / 32 * 16; }
     __device__ inline int own_row() const { return kPanelColumns * walker + own_token(); }
     __device__ inline void meet() const { named_sync<128 * C::kWalkers>(NamedBarrier::walkers_meet); }
-
-    __device__ inline uint32_t columns_of(typename C::Tile& tile) const {
-        const int lane = fresh_laneid(), warp = fresh_thread() / 32 % 4;
-        return shared_address(tile.data[walker]) +
-               panel_offset(transposed_row(lane), 2 * warp + lane / 8 % 2);
-    }
-    __device__ inline void load_columns(Fragment (&to)[kTokenSteps], typename C::Tile& tile) const {
-        const uint32_t columns = columns_of(tile);
-        each<0, kTokenSteps>(
-            [&](int j) { load_transposed(to[j], columns + 16 * j * kPanelColumns * sizeof(T)); });
-    }
-    // visit(j, k, first of the two tokens of data[k] of the j-th 16)
-    template <class Visit> __device__ static inline void for_token_pairs(Visit visit) {
-        const int lane = 2 * (fresh_laneid() % 4);
-        each<0, kTokenSteps>(
-            [&](int j) { each<0, 4>([&](int k) { visit(j, k, 16 * j + 8 * (k / 2) + lane); }); });
-    }
-    __device__ static inline float2 pair_of(const float* factors, int token) {
-        return *reinterpret_cast<const float2*>(&factors[token]);
-    }
-
-    // Gates the scores and hands them over in a tile.
-    __device__ inline void gate_scores(typename C::Square& to, const ChunkGates& gates) {
-        const int lane = fresh_laneid(), row = own_token() + lane / 4;
-        each<0, kScores / 16>([&](int j) {
-            T2 rounded[4];
-            each<0, 4>([&](int k) {
-                const int own = row + 8 * (k % 2);
-                const int column = kScores * walker + 16 * j + 8 * (k / 2) + 2 * (lane % 4);
-                const float2 gate = gates_between(gates, own, column);
-                // NOTES: by selection: gates right of the diagonal may be infinite
-                const float2 score = scores.tiles[0][j].data[k];
-                rounded[k] = from_float2<T2>(
-                    {column <= own ? gate.x * score.x : 0.f, column < own ? gate.y * score.y : 0.f});
-            });
-            store_fragment<T, kChunk>(shared_address(&to), own_token(), kScores / 16 * walker + j, rounded);
-            asm volatile("" ::: "memory");
-        });
-        fence_async_proxy();
-    }
-
-    // d += a times a tile whose columns are N, issued.
-    template <class Accumulator>
-    __device__ static inline void add_columns(Accumulator& d, Fragment (&a)[kTokenSteps], const void* tile,
-                                              uint32_t panel_bytes) {
-        const auto columns = Operand128B::columns(tile, panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
-    }
 
     // Leaves this warp's part of the chunk's flow, from X^T, scaled, and from the rounded dS^T. NOTES: all
     // of the same rounded operands as dk and dq are, so that what cancels in the gates' gradients does.
@@ -92,7 +42,7 @@ template <class C> struct GradientsWalker {
         const GradientsTask& task = smem.task;
         const int chunk = task.chunks - 1 - anew(step), slot = Use<C::kStages>(step).slot;
         float flow = 0.f;
-        const uint32_t values = columns_of(smem.values[slot]);
+        const uint32_t values = own_columns(smem.values[slot].data[walker]);
         each<0, kTokenSteps>([&](int j) {
             Fragment of_tokens;
             load_transposed(of_tokens, values + 16 * j * kPanelColumns * sizeof(T));
@@ -104,32 +54,14 @@ template <class C> struct GradientsWalker {
         });
         if (GradientsTask::enters_with_state(chunk)) {
             wait(smem.state_arrived, task.states_before(chunk) & 1);
-            flow += smem.state_scale * exp2f(smem.gates[slot].decay) * state_product();
+            flow += smem.state_scale * exp2f(smem.gates[slot].decay) *
+                    sum_products<T, 16>(smem.state, smem.gradient, own_row());
             arrive_warp(smem.state_free);
         }
         flow = warp_sum(flow);
         if (fresh_laneid() == 0)
             g.flows[(task.first_slot + chunk) * kFlowParts + 4 * walker + own_token() / 16] = flow;
     }
-    // Of this warp's rows of S^T and dS^T, this lane's part.
-    __device__ inline float state_product() const {
-        // these two tiles lie alike
-        const uint32_t rows = panel_offset(own_row() + fresh_laneid() % 16, fresh_laneid() / 16);
-        float sum = 0.f;
-        each<0, kStateSteps>([&](int k) {
-            const uint32_t offset = (rows ^ (k % 4 * 32)) + k / 4 * C::State::panel_bytes;
-            T2 s[4], ds[4];
-            move<T2>::ldsm4(s[0], s[1], s[2], s[3], shared_address(&smem.state) + offset);
-            move<T2>::ldsm4(ds[0], ds[1], ds[2], ds[3], shared_address(&smem.gradient) + offset);
-            each<0, 4>([&](int n) {
-                const float2 a = to_float2(s[n]), b = to_float2(ds[n]);
-                sum += a.x * b.x, sum += a.y * b.y;
-            });
-            if (k % 2) asm volatile("" : "+f"(sum)::"memory");
-        });
-        return sum;
-    }
-
     __device__ inline void walk_chunk(int step) {
         const int slot = Use<C::kStages>(step).slot;
         const ChunkGates& gates = smem.gates[slot];
@@ -151,7 +83,7 @@ template <class C> struct GradientsWalker {
                 arrive_warp(smem.gradient_ready);
             });
         pin(scores);
-        load_columns(tokens, smem.douts[slot]);
+        load_columns(tokens, smem.douts[slot].data[walker]);
         for_token_pairs([&](int j, int k, int token) {
             T2& pair = tokens[j].tiles[0][0].data[k];
             const float2 dh = to_float2(pair), received = pair_of(gates.received, token);
@@ -160,8 +92,12 @@ template <class C> struct GradientsWalker {
         pin_all(tokens);
         // 2
         warp::mul(gradient, gradient, exp2f(gates.decay));
-        add_columns(gradient, tokens, &smem.queries[slot], C::Tile::panel_bytes);
-        gate_scores(smem.p[step % 2], gates);
+        add_columns(gradient, tokens, smem.queries[slot]);
+        store_gated<T, false>(smem.p[step % 2], scores, kScores * walker,
+                              [&](int row, int column, float2 score) {
+                                  const float2 gate = gates_between(gates, row, column);
+                                  return float2{gate.x * score.x, gate.y * score.y};
+                              });
         for_token_pairs([&](int j, int k, int token) {
             scale_in_place(x.tiles[0][j].data[k], pair_of(gates.sent, token));
         });
@@ -169,15 +105,15 @@ template <class C> struct GradientsWalker {
         warpgroup::mma_async_wait<0>();
         pin(gradient), pin_all(tokens), pin(x);
         arrive_warp(smem.qk_read[slot]);
-        load_columns(fragments, smem.douts[slot]);
+        load_columns(fragments, smem.douts[slot].data[walker]);
         // 3
         meet();
-        add_columns(x, fragments, &smem.p[anew(step) % 2], C::Square::panel_bytes);
+        add_columns(x, fragments, smem.p[anew(step) % 2]);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_all(fragments);
         // 4. NOTES: the keys' warpgroup has then read dS^T, too, which the next chunk's replaces
         wait(smem.values_read[slot], Use<C::kStages>(anew(step)).phase);
-        store_transposed<T>(columns_of(smem.values[slot]), x);
+        store_transposed<T>(own_columns(smem.values[slot].data[walker]), x);
         fence_async_proxy();
         arrive_warp(smem.dv_ready[slot]);
         arrive_warp(smem.free[slot]);
