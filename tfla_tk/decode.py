@@ -1,7 +1,7 @@
 """One token of mLSTM, or a few, with exponential and with sigmoid input gate: the functions of decoding.
 
 Signatures follow mlstm_kernels' step functions; its tile parameters are not taken. The state is read once and
-written once (docs/mlstm-step.md, docs/mlstm-sequence.md).
+written once (docs/mlstm-decode.md).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def mlstm_sequence(
 
     The state is read and written once, and rounded once, at the end. For speculative decoding and short
     prompts; longer sequences are what `mlstm_chunkwise` is for, and a single token goes through `mlstm_step`,
-    which is faster: this takes some 1.3 times as long for one (docs/mlstm-sequence.md).
+    which is faster: this takes some 1.3 times as long for one (docs/mlstm-decode.md).
 
     Args:
         q, k: queries and keys [B, NH, S, DHQK] of one dtype: float16, bfloat16, float32 or float64.

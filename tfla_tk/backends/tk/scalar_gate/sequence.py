@@ -1,7 +1,7 @@
 """Up to 16 tokens of mLSTM by the sequence kernel, from tensors: one launch, any strides of q, k and v.
 
 The state is read once and written once, as in the step, which this shares the handling of states with.
-docs/mlstm-sequence.md tells how the tensor cores get it.
+docs/mlstm-decode.md tells how the tensor cores get it.
 """
 
 from __future__ import annotations

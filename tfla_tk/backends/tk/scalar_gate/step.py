@@ -1,6 +1,6 @@
 """One token of mLSTM by the step kernel, from tensors: one launch, whatever strides q, k and v have.
 
-The state is read once and written once. docs/mlstm-step.md tells how the kernel shares it among its threads.
+The state is read once and written once. docs/mlstm-decode.md tells how the kernel's threads share it.
 What becomes of a state, new or in place, is the same for a few tokens (sequence.py).
 """
 
