@@ -1,11 +1,10 @@
 """The delta rule by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
 
 The forward has two kernels: the matrices A and P of every chunk in parallel, which depend on q, k and the
-gates alone, and the walk over the chunks. Some walks make P themselves, in the backward, too. Where the walk
-leaves multiprocessors idle, one launch has both: makers of the matrices run beside the walk. Where memory
-bounds the speed, the walk makes both matrices itself. A training call keeps the matrices, the walk's writes,
-[B, T, HV, V], and the state that enters each chunk (docs/delta-rule-backward.md, "What the backward is
-given").
+gates alone, and the walk over the chunks. Some walks make P themselves. Where the walk leaves multiprocessors
+idle, one launch has both: makers of the matrices run beside the walk. Where memory bounds the speed, the walk
+makes both matrices itself. A training call keeps A, the walk's writes, [B, T, HV, V], and the state that
+enters each chunk (docs/delta-rule-backward.md, "What the backward is given").
 
 Few long sequences are split: three launches before the walk give the states with which its segments begin.
 Over a segment the state is mapped S -> M S + own. Of a head that forgets soon this is not asked for: walks
