@@ -176,7 +176,7 @@ def run_all(faults: Sequence[Fault], options: Options, parallel: int, unchanged:
 
 def table(results: Sequence[Result]) -> str:
     """A line for each fault: its name, what became of it, seconds, the first test that failed."""
-    widths = [max(len(result[column]) for result in results) for column in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(*(result[:2] for result in results), strict=True)]
     return "".join(
         f"{name:{widths[0]}} | {result:{widths[1]}} | {seconds:4.0f} | {first}\n"
         for name, result, seconds, first in results
