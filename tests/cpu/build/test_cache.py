@@ -80,6 +80,7 @@ OF_THE_MACHINE: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], o
         toolchain=dataclasses.replace(a["toolchain"], identity="nvcc 13.1")
     ),
     "nvcc's environment": lambda a, root, mp: mp.setenv("NVCC_APPEND_FLAGS", "-G"),
+    "flags before all others": lambda a, root, mp: mp.setenv("NVCC_PREPEND_FLAGS", "-G"),
     "the gate": lambda a, root, mp: mp.setenv("TFLA_TK_PTXAS_GATE", "off"),
 }
 EDITS = {
