@@ -102,8 +102,7 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
 
 def kept_layout(core: DeltaRuleCore) -> tuple[int, ...]:
     """What says how things lie in what the forward of a call leaves with `keep`, beside the call itself: its
-    elements of v's dtype, the chunks of a segment where sequences are split, else 0, and the matrices of each
-    chunk."""
+    elements of v's dtype, and the chunks of a segment where sequences are split, else 0."""
     shape, of_backward = Shape.of(core, trains=True), Scratch(0)
     Left.of(shape, of_backward)
     return _layout_of(shape, of_backward, core.v.itemsize)
@@ -111,7 +110,7 @@ def kept_layout(core: DeltaRuleCore) -> tuple[int, ...]:
 
 def _layout_of(shape: Shape, of_backward: Scratch, itemsize: int) -> tuple[int, ...]:
     """`kept_layout` of a shape, and what `Left` has taken of it."""
-    return of_backward.bytes // itemsize, shape.split.chunks if shape.split else 0, shape.matrices
+    return of_backward.bytes // itemsize, shape.split.chunks if shape.split else 0
 
 
 def backward(
