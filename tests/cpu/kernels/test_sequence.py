@@ -1,4 +1,4 @@
-"""A few tokens of mLSTM without a GPU: the launch, the kernel lane by lane, what its launcher refuses."""
+"""A few tokens of mLSTM without a GPU: the launch, what its launcher refuses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import support as tk
@@ -22,7 +20,6 @@ from tfla_tk.build.instances import DECODING, MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS,
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
-from . import sequence_emulation as emulation
 from .stand_in import Kernels, launch_instead
 from .test_support import CALL as CHUNKWISE_CALL
 
@@ -185,120 +182,6 @@ def test_warps(multiprocessors: int) -> None:
         assert found[-1] == 2 or columns >= dim_v
     assert tk_sequence._warps(8, 512, 4, 132) == 1  # 128 CTAs
     assert tk_sequence._warps(512, 512, 4, 132) == 2
-
-
-# the kernel, lane by lane
-
-GATES = ("exp", "sig", "sig_unnormalised")
-
-
-def draw(count: int, dims: tuple[int, int], dtype: torch.dtype, state: torch.dtype) -> dict[str, Tensor]:
-    """One head."""
-    generator = torch.Generator().manual_seed(count)
-    shapes = {
-        "q": (count, dims[0]),
-        "k": (count, dims[0]),
-        "v": (count, dims[1]),
-        "i": (count,),
-        "f": (count,),
-    }
-    shapes |= {"c": dims, "n": dims[:1], "m": (1,)}
-    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    found["f"] += 3
-    kinds = {**dict.fromkeys("qkv", dtype), "c": state}
-    return {name: x.to(kinds.get(name, torch.float32)) for name, x in found.items()}
-
-
-def emulated(
-    config: emulation.Config, x: dict[str, Tensor], gate: str, round_m: Any = np.float32
-) -> tuple[dict[str, Tensor], float]:
-    """h, c and n before they are stored, and m."""
-    arrays = [x[name].float().numpy() for name in "qkvifcn"]
-    m = x["m"].item() if gate == "exp" else None
-    h, c, n, m_next = emulation.run(config, *arrays, m, 1e-6, gate != "sig_unnormalised", round_m)
-    return {name: torch.from_numpy(t) for name, t in zip("hcn", (h, c, n), strict=True)}, m_next
-
-
-def truth(x: dict[str, Tensor], gate: str) -> dict[str, Tensor]:
-    """The recurrence in fp64."""
-    wide = [x[name].double()[None, None] for name in "qkvifcnm"]
-    if gate == "exp":
-        h, state = reference.mlstm_recurrent(*wide, True)
-    else:
-        h, state = reference.mlstm_siging_recurrent(*wide[:7], True, normalize=gate == "sig")
-    return {name: t[0, 0] for name, t in zip("hcnm", (h, *state), strict=False)}
-
-
-def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], names: str, limit: float) -> None:
-    errors = {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in names}
-    # not(<=): NaN fails
-    assert not {name: error for name, error in errors.items() if not error <= limit}, errors
-
-
-def config_of(
-    count: int, dtype: torch.dtype, state: torch.dtype, vector: bool, warps: int
-) -> emulation.Config:
-    tile = 8 if count <= 8 else 16
-    width = min(16 // state.itemsize, tk_sequence._widest(count, dtype)) if vector else 4
-    return emulation.Config(tile, dtype == torch.float32, vector, state == torch.float32, width, warps)
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16])
-@pytest.mark.parametrize("state", DTYPES[:2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_lane_by_lane(dtype: torch.dtype, state: torch.dtype, count: int, gate: str) -> None:
-    """Every element of C is written once, and all of it is fp32's accuracy, whatever q, k, v and C are."""
-    names = "hc" if gate == "sig_unnormalised" else "hcn"
-    for dims, vector, warps in (
-        ((40, 72), True, 1),
-        ((33, 71), False, 2),
-        ((8, 8), True, 2),
-        ((1, 1), False, 1),
-    ):
-        x = draw(count, dims, dtype, state)
-        found, m = emulated(config_of(count, dtype, state, vector, warps), x, gate)
-        exact = truth(x, gate)
-        assert_close(found, exact, names, 2e-6)
-        if gate == "exp":
-            assert m == pytest.approx(exact["m"].item(), rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("warps", [1, 2, 4])
-def test_every_tiling_lane_by_lane(warps: int) -> None:
-    for width, state in ((4, torch.float32), (8, torch.bfloat16)):
-        if warps * 8 * width > 128:
-            continue
-        x = draw(8, (256, 136), torch.bfloat16, state)
-        config = config_of(8, torch.bfloat16, state, vector=True, warps=warps)
-        assert config.width == width
-        assert_close(emulated(config, x, "exp")[0], truth(x, "exp"), "hcn", 2e-6)
-
-
-@pytest.mark.parametrize("gates", [(80.0, -80.0), (-80.0, 80.0), (1e4, 1e4), (-1e4, -1e4), (1.0, -1e4)])
-@pytest.mark.parametrize("stored", [np.float32, np.float16])
-def test_extreme_gates_lane_by_lane(gates: tuple[float, float], stored: Any) -> None:
-    """c e^m and n e^m do not depend on how m is rounded."""
-    x = draw(6, (16, 32), torch.bfloat16, torch.float32)
-    x["i"].fill_(gates[0])
-    x["f"].fill_(gates[1])
-    x["m"].fill_(7.99)
-    found, m = emulated(config_of(6, torch.bfloat16, torch.float32, True, 1), x, "exp", stored)
-    exact = truth(x, "exp")
-    assert float(stored(m)) == m
-    change = torch.exp(m - exact["m"])
-    assert_close(found | {name: found[name] * change for name in "cn"}, exact, "cn", 2e-6)
-    expected = exact["h"].float().double()  # nothing beyond the range of fp32
-    assert (found["h"] - expected).norm() <= 2e-6 * expected.norm()
-
-
-def test_a_state_of_thousands_of_calls_does_not_shrink() -> None:
-    """What the tensor core truncates is added to C by the CUDA cores: an untouched C stays as it is."""
-    x = draw(8, (8, 32), torch.bfloat16, torch.float32)
-    x["i"].fill_(-1e4)
-    x["f"].fill_(1e4)
-    found, _ = emulated(config_of(8, torch.bfloat16, torch.float32, True, 1), x, "exp")
-    assert torch.equal(found["c"], x["c"]) and torch.equal(found["n"], x["n"])
 
 
 # support

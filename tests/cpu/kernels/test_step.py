@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from tfla_tk import reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.scalar_gate import support as tk
@@ -175,64 +173,6 @@ def test_lanes(multiprocessors: int) -> None:
     assert tk_step._lanes(8, 512, 8, 132) == 4
     assert tk_step._lanes(512, 512, 4, 132) == 16
     assert tk_step._lanes(512, 512, 1, 132) == 32  # 16 slices
-
-
-@pytest.mark.parametrize("width", [1, 4, 8])
-@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])
-def test_every_element_has_one_thread(lanes: int, width: int) -> None:
-    """The kernel's indices in Python."""
-    threads, in_flight = 256, 8
-    dim_qk, dim_v = 37, 3 * width * lanes - width
-    groups, columns = threads // lanes, lanes * width
-    count = torch.zeros(dim_qk, dim_v, dtype=torch.int)
-    for slice_ in range(-(-dim_v // columns)):
-        for thread in range(threads):
-            column = slice_ * columns + thread % lanes * width
-            for base in range(thread // lanes, dim_qk, in_flight * groups):
-                for row in range(base, base + in_flight * groups, groups):
-                    if column < dim_v and row < dim_qk:
-                        count[row, column : column + width] += 1
-    assert (count == 1).all()
-
-
-# the formula
-
-
-def step_by_factors(x: dict[str, Tensor], stored: torch.dtype, eps: float) -> tuple[Tensor, ...]:
-    """`step_factors` and what the kernel does with them, in fp64 but for m, which is `stored`'s."""
-    q, k, v, i, f, c, n, m = x.values()
-    log_f = logsigmoid(f)
-    exact = torch.maximum(log_f + m, i)
-    unit = exact.float().to(stored).double()
-    decay, write = torch.exp(log_f + m - unit), torch.exp(i - unit)
-    floor, eps = torch.exp(-unit), eps * torch.exp(exact - unit)
-    c = decay[..., None] * c + (k * write)[..., None] * v[..., None, :]
-    n = decay * n + write * k
-    scale = q.shape[-1] ** -0.5
-    d = scale * (q * n).sum(-1, keepdim=True)
-    h = scale * (q[..., None, :] @ c)[..., 0, :] / (torch.maximum(d.abs(), floor) + eps)
-    return h, c, n, unit
-
-
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("gates", [(0.0, 3.0), (80.0, 3.0), (-80.0, -80.0), (1e4, -1e4), (-1e4, 1e4)])
-def test_m_as_it_is_stored_changes_nothing_else(stored: torch.dtype, gates: tuple[float, float]) -> None:
-    """h, C e^m and n e^m do not depend on how m is rounded."""
-    generator = torch.Generator().manual_seed(0)
-    x = {
-        name: torch.randn(B, NH, *shape, generator=generator, dtype=torch.float64)
-        for name, shape in SHAPES.items()
-    }
-    x["i"] += gates[0]
-    x["f"] += gates[1]
-    x["m"] = 3 * x["m"] + 7
-    h, (c, n, m) = reference.mlstm_step(*x.values(), eps=0.1)
-    found, c_next, n_next, unit = step_by_factors(x, stored, eps=0.1)
-    assert torch.equal(unit.to(stored).double(), unit)
-    torch.testing.assert_close(found, h, rtol=1e-9, atol=1e-12)
-    change = torch.exp(unit - m)
-    torch.testing.assert_close(c_next * change[..., None], c, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(n_next * change, n, rtol=1e-9, atol=1e-12)
 
 
 # support
