@@ -267,7 +267,6 @@ def fail_to_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[Inst
     return tried
 
 
-@pytest.mark.product
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim_v", [16, 80, 192, 272, 512])
