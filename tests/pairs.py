@@ -1,27 +1,56 @@
-"""Few combinations of parameters in the place of all."""
+"""Few combinations of parameters in the place of all: any two values of two of them meet in one."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
 
 
 def pairwise(
     *options: Sequence[Any], where: Callable[..., bool] = lambda *values: True
 ) -> list[tuple[Any, ...]]:
-    """Combinations of one value of each option, so that any two values of two options meet in one of them.
+    """Combinations of one value of each option.
 
     Args:
         where: which combinations there may be.
     """
     candidates = [values for values in itertools.product(*options) if where(*values)]
+    return _cover(candidates, lambda values: [repr(value) for value in values])
 
-    def pairs(values: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(enumerate(map(repr, values)), 2))
 
-    left, found = set().union(*map(pairs, candidates)), []
+def in_pairs(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of each test what `pairwise` takes of its parameters; what one `parametrize` names stays together."""
+
+    def name(item: pytest.Item) -> str:
+        return item.nodeid.partition("[")[0]
+
+    tests = itertools.groupby(sorted(items, key=name), name)
+    kept = {item for _, cases in tests for item in _cover(list(cases), _values_of)}
+    return [item for item in items if item in kept]
+
+
+def _values_of(item: pytest.Item) -> list[str]:
+    """The name of a value of every `parametrize` and of every fixture with parameters."""
+    return [*item.callspec._idlist] if hasattr(item, "callspec") else []
+
+
+def _cover(candidates: list[T], values_of: Callable[[T], list[str]]) -> list[T]:
+    """Few of them, with any two values of two places that any of them has."""
+    if len(candidates) == 1:
+        return candidates
+    pairs = [
+        (candidate, {*itertools.combinations(enumerate(values_of(candidate)), 2)}) for candidate in candidates
+    ]
+    if not any(own for _, own in pairs):
+        return candidates
+    left, found = set().union(*(own for _, own in pairs)), []
     while left:
-        found.append(max(candidates, key=lambda values: len(pairs(values) & left)))
-        left -= pairs(found[-1])
+        candidate, own = max(pairs, key=lambda pair: len(pair[1] & left))
+        found.append(candidate)
+        left -= own
     return found

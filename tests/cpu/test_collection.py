@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairs import pairwise
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -20,6 +22,25 @@ def test_no_directory_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     directories = {name for path in files for name in path.relative_to(TESTS).parent.parts}
     patterns = pytestconfig.getini("norecursedirs")
     assert not [name for name in directories for pattern in patterns if fnmatch(name, pattern)]
+
+
+SIZES = (4, 3, 2)
+
+
+@pytest.mark.parametrize("third", range(SIZES[2]))
+@pytest.mark.parametrize("second", range(SIZES[1]))
+@pytest.mark.parametrize("first", range(SIZES[0]))
+def test_parameters_meet_in_pairs(
+    first: int, second: int, third: int, request: pytest.FixtureRequest
+) -> None:
+    """As stacked ones do, too, unless few are asked for."""
+    found = pairwise(*map(range, SIZES))
+    assert {(a, b) for a, b, _ in found} == {(a, b) for a in range(4) for b in range(3)}
+    assert {(a, c) for a, _, c in found} == {(a, c) for a in range(4) for c in range(2)}
+    assert {(b, c) for _, b, c in found} == {(b, c) for b in range(3) for c in range(2)}
+    own = f"{request.function.__name__}["
+    cases = [item for item in request.session.items if item.name.startswith(own)]
+    assert len(cases) <= len(found) < 4 * 3 * 2
 
 
 TWO_TESTS = """

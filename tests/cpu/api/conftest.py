@@ -14,9 +14,8 @@ from torch import Tensor
 
 import tfla_tk.backends.tk.scalar_gate.backward
 import tfla_tk.backends.tk.scalar_gate.sequence
-from tfla_tk import Support, decode, mlstm, simple_gla
+from tfla_tk import Support, decode, mlstm
 from tfla_tk.backends.tk import device, scalar_gate
-from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.tk.scalar_gate import forward
 from tfla_tk.backends.triton import installation, mlstm_kernels
@@ -26,6 +25,7 @@ from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
+from .families import FAMILIES, UNGATED, serve_simple_gla
 from .served import Served
 from .simple_gla_calls import Kernels
 
@@ -181,21 +181,16 @@ def reference_or_tk(request: pytest.FixtureRequest, fake_tk: FakeTk) -> str:
     return request.param
 
 
-# chunk_simple_gla
+# operators in [B, T, H, D]
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU."""
-    simple_gla._path.plans.clear()
-    module = Kernels()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(scalar_gate, "scalar_decay", module, raising=False)
-    monkeypatch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
-    return module
+    return serve_simple_gla(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
-    simple_gla._path.plans.clear()
+    for family in (*FAMILIES, UNGATED):
+        family.path.plans.clear()

@@ -51,6 +51,12 @@ class Kernels(ModuleType):
         self.core: Any = None
         self.needs_gates: list[bool] = []
 
+    def read(self) -> tuple[Tensor, ...]:
+        """q, k, v and the initial state of the last call; gates of channels are as long as keys."""
+        core = self.core
+        assert core.g is None or core.g.dim() == 3 or core.g.shape == core.k.shape
+        return core.q, core.k, core.v, core.initial_state
+
     def forward(
         self, core: Any, *, output_final_state: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, Kept | None]:

@@ -21,10 +21,10 @@ LEFT = KeptStates(torch.arange(3.0), Cut(4, 2), (8, 16))  # what a forward leave
 
 def draw(
     *, batch: int = 2, seq: int = 40, heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = (16, 32),
-    dtype: torch.dtype = torch.float64, rows: int | None = None,
+    dtype: torch.dtype = torch.float64, rows: int | None = None, seed: int = 0,
 ) -> Inputs:  # fmt: skip
     """q, k, v, g and initial_state."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -47,6 +47,12 @@ class Kernels(ModuleType):
         super().__init__(f"{scalar_gate.__name__}.scalar_decay")
         self.calls: list[str] = []
         self.tensors: tuple[Any, ...] = ()
+        self.needs_gates: list[bool] = []
+
+    def read(self) -> tuple[Tensor, ...]:
+        """q, k, v and the initial state of the last call."""
+        q, k, v, _, initial_state, _ = self.tensors
+        return q, k, v, initial_state
 
     def simple_gla_fwd(self, *args: Any) -> tuple[Tensor | None, ...]:
         args, keeps = args[:9], args[9:] == (True,)
@@ -74,4 +80,5 @@ class Kernels(ModuleType):
             args[3] = args[3].expand(args[2].shape[:3])
         assert kept is None or (torch.equal(kept.workspace, LEFT.workspace) and kept.cut == LEFT.cut)
         self.calls.append("backward" if kept is None else "backward, kept")
+        self.needs_gates.append(args[10])
         return tuple(None if x.numel() == 0 else x for x in simple_gla_ops._bwd_cpu(*args))

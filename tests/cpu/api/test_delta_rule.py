@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import (
-    UnsupportedError,
     chunk_delta_rule,
     chunk_gated_delta_rule,
     delta_rule,
     reference,
-    which,
 )
 from tfla_tk.backends.triton import fla, fla_delta
 from tfla_tk.calls.delta_rule import DeltaRuleCall
@@ -27,36 +25,13 @@ from tfla_tk.core.support import SUPPORTED
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
 from .linear import Inputs, assert_same, gradients
 from .linear_checks import (
-    assert_autocast,
-    assert_dtypes,
-    assert_final_state_is_a_copy,
-    assert_packs_sequences,
     assert_refused,
     bad,
     parameters_by_place,
     parameters_of_fla,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    delta_rule._path.plans.clear()
-
-
 # What is computed
-
-
-@pytest.mark.parametrize(
-    "backend", ["auto", "reference:recurrent", "reference:parallel", "reference:chunkwise"]
-)
-@pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
-def test_forms_agree_with_the_recurrence(backend: str, heads: tuple[int, int]) -> None:
-    inputs = draw(heads=heads)
-    expected = gradients(reference.gated_delta_rule_recurrent, inputs, scale=0.3)
-    assert_same(gradients(chunk_gated_delta_rule, inputs, scale=0.3, backend=backend), expected)
-    del inputs["g"]
-    expected = gradients(reference.delta_rule_recurrent, inputs, scale=0.3)
-    assert_same(gradients(chunk_delta_rule, inputs, scale=0.3, backend=backend), expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference:recurrent"])
@@ -118,39 +93,6 @@ def test_signatures_are_those_of_fla() -> None:
 
     for ours, theirs in ((chunk_delta_rule, delta), (chunk_gated_delta_rule, gated)):
         assert parameters_by_place(ours) == parameters_of_fla(theirs)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("with_cpu", [False, True])
-def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    x = draw(batch=1, rows=5)
-    assert_packs_sequences(
-        chunk_gated_delta_rule, reference.gated_delta_rule_recurrent, x, dtype, with_cpu=with_cpu
-    )
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
-@pytest.mark.parametrize("v_first", [False, True])
-def test_without_a_token_the_final_state_is_a_copy(v_first: bool, backend: str) -> None:
-    assert_final_state_is_a_copy(chunk_gated_delta_rule, draw(seq=0), v_first=v_first, backend=backend)
-
-
-@pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
-def test_no_head_and_no_batch(heads: tuple[int, int]) -> None:
-    x = draw(batch=1 if heads[0] == 0 else 0, heads=heads)
-    o, last = chunk_gated_delta_rule(**x, output_final_state=True)
-    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype: torch.dtype) -> None:
-    """With the flags, too."""
-    assert_dtypes(chunk_gated_delta_rule, draw(), dtype)
-    assert_dtypes(chunk_gated_delta_rule, draw_raw(), dtype, **FLAGS)
-
-
-def test_autocast() -> None:
-    assert_autocast(chunk_gated_delta_rule, draw())
 
 
 # What is refused
@@ -266,14 +208,6 @@ def test_description() -> None:
     assert describe(gated=False).gate == "none"
 
 
-def test_tk_says_why_it_does_not_serve() -> None:
-    choice = which(chunk_gated_delta_rule, **draw())
-    assert choice.backend == "reference" and list(choice.reasons) == ["tk", "triton", "reference"]
-    assert not choice.reasons["tk"].ok and choice.reasons["tk"].remedy
-    with pytest.raises(UnsupportedError, match="chunk_gated_delta_rule on backend 'tk': "):
-        chunk_gated_delta_rule(**draw(), backend="tk")
-
-
 @pytest.fixture
 def fla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """fla counts as installed, and this machine as one that it runs on."""
@@ -310,13 +244,6 @@ def test_fla_guard(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdict.ok and "miscompiles" in verdict.reason
     assert fla_delta.supports_delta_rule(describe(False, requires_grad=True)) == SUPPORTED
     assert fla_delta.supports_delta_rule(describe()) == SUPPORTED
-
-
-def test_unknown_variants() -> None:
-    with pytest.raises(ValueError, match=r"'reference:chunkwise' or .* got 'reference:fast'"):
-        chunk_gated_delta_rule(**draw(), backend="reference:fast")
-    with pytest.raises(ValueError, match="backend: expected 'triton' or 'triton:fla', got 'triton:xl'"):
-        chunk_gated_delta_rule(**draw(), backend="triton:xl")
 
 
 def test_fla_gets_the_flags_that_the_caller_gave(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:

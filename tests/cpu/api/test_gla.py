@@ -1,90 +1,32 @@
-"""chunk_gla: results, gradients, errors, the choice of the backend, its ops, and the path of its kernels."""
+"""chunk_gla: what test_linear.py does not ask of every operator; errors, what fla refuses, its ops."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
-from torch.utils.flop_counter import FlopCounterMode
 
-from tfla_tk import UnsupportedError, chunk_gla, doctor, gla, reference, which
-from tfla_tk.backends.tk import gla as tk_gla
+from tfla_tk import chunk_gla, gla, reference
 from tfla_tk.backends.triton import fla, fla_gla
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.support import SUPPORTED
-from tfla_tk.ops import gla as ops
 
-from .linear import Inputs, Kernels, assert_same, gradients, leaves
+from .families import draw_gla as draw
+from .linear import Inputs, assert_same, gradients, leaves
 from .linear_checks import (
-    assert_dtypes,
-    assert_final_state_is_a_copy,
-    assert_final_state_may_change,
-    assert_packs_sequences,
-    assert_pads_head_dims,
-    assert_profiles_show_what_runs,
     assert_refused,
     bad,
     parameters_by_place,
     parameters_of_fla,
 )
 
-INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
-
-
-def draw(
-    *, batch: int = 2, seq: int = 40, heads: int = 2, dims: tuple[int, int] = (16, 32),
-    dtype: torch.dtype = torch.float64, rows: int | None = None,
-) -> Inputs:  # fmt: skip
-    """q, k, v, g and initial_state."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    q, k, g = (normal(batch, seq, heads, dims[0]) for _ in range(3))
-    state = normal(batch if rows is None else rows, heads, *dims)
-    return {
-        "q": q,
-        "k": k,
-        "v": normal(batch, seq, heads, dims[1]),
-        "g": logsigmoid(g),
-        "initial_state": state,
-    }
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The tk backend serves every call, on the CPU."""
-    module = Kernels(ops, ops.KERNELS)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(tk_gla, "supports_gla", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(tk_gla, "load", lambda kernel, call, variant=None: SUPPORTED)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    gla._path.plans.clear()
-
-
 # What is computed
-
-
-@pytest.mark.parametrize(
-    "backend", ["auto", "reference:recurrent", "reference:parallel", "reference:chunkwise"]
-)
-def test_forms_agree_with_the_recurrence(backend: str) -> None:
-    inputs = draw()
-    expected = gradients(reference.gla_recurrent, inputs, scale=0.3)
-    assert_same(gradients(chunk_gla, inputs, scale=0.3, backend=backend), expected)
 
 
 def test_arguments_in_the_order_of_fla() -> None:
@@ -104,34 +46,11 @@ def test_signature_is_that_of_fla() -> None:
     assert parameters_by_place(chunk_gla) == parameters_of_fla(theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("with_cpu", [False, True])
-def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    x = draw(batch=1, rows=5)
-    assert_packs_sequences(chunk_gla, reference.gla_recurrent, x, dtype, with_cpu=with_cpu)
-
-
-@pytest.mark.parametrize("v_first", [False, True])
-def test_without_a_token_the_final_state_is_a_copy(v_first: bool) -> None:
-    assert_final_state_is_a_copy(chunk_gla, draw(seq=0), v_first=v_first)
-
-
-def test_no_batch() -> None:
-    x = draw(batch=0)
-    o, last = chunk_gla(**x, output_final_state=True)
-    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
-
-
 @pytest.mark.parametrize("decay", [-1e3, -math.inf, 0.0])
 def test_gates_that_close_one_channel(decay: float) -> None:
     x = draw()
     x["g"][:, ::3, :, 5] = decay
     assert_same(gradients(chunk_gla, x), gradients(reference.gla_recurrent, x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype: torch.dtype) -> None:
-    assert_dtypes(chunk_gla, draw(), dtype)
 
 
 # What is refused
@@ -194,13 +113,6 @@ def describe(**changes: Any) -> LinearCall:
     return dataclasses.replace(call, **{"device": torch.device("cuda"), **changes})
 
 
-def test_tk_says_that_it_has_no_kernels() -> None:
-    choice = which(chunk_gla, **draw())
-    assert choice.backend == "reference" and list(choice.reasons) == ["tk", "triton", "reference"]
-    with pytest.raises(UnsupportedError, match="chunk_gla on backend 'tk': "):
-        chunk_gla(**draw(), backend="tk")
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -219,73 +131,9 @@ def test_fla_refuses(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], r
 # The path of the kernels
 
 
-@pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: bool) -> None:
-    x = draw(batch=1, rows=3 if packed else 1)
-    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 5, 40])} if packed else {}
-    if v_first:
-        x["initial_state"] = x["initial_state"].mT.contiguous()
-    options["state_v_first"] = v_first
-    expected = gradients(chunk_gla, x, **options, backend="reference:recurrent")
-    found = gradients(chunk_gla, x, **options, backend="tk")
-    assert kernels.calls == ["forward, kept", "backward, kept"]
-    assert_same(found, expected)
-    assert kernels.core.initial_state.shape == (3 if packed else 1, 2, 16, 32)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dims", [(20, 25), (16, 9), (60, 32)], ids="{0[0]}_{0[1]}".format)
-def test_other_head_dims_are_padded(kernels: Kernels, dims: tuple[int, int], compiled: bool) -> None:
-    def read() -> tuple[Tensor, ...]:
-        core = kernels.core
-        assert core.g.shape == core.k.shape
-        return core.q, core.k, core.v, core.initial_state
-
-    assert_pads_head_dims(chunk_gla, draw(dims=dims), read, compiled=compiled)
-
-
 def test_the_core_has_the_arguments_of_the_op() -> None:
     names = [argument.name for argument in torch.ops.tfla_tk.gla_fwd.default._schema.arguments]
     assert names == [*GLACore._fields, "output_final_state"]
-
-
-def test_plain_calls_go_to_the_kernels_and_others_to_the_op(kernels: Kernels) -> None:
-    x = leaves(draw())
-    chunk_gla(**x)
-    assert kernels.calls == ["forward, kept"]
-    with FlopCounterMode(display=False) as counter:
-        chunk_gla(**x)[0].sum().backward()
-    assert len(kernels.calls) == 1  # the op's CPU code
-    assert counter.get_total_flops() == 2 * 40 * 2 * (4 * INTRA + 12 * STATE)
-
-
-def test_a_profile_shows_the_kernels_that_run_without_it(kernels: Kernels) -> None:
-    assert_profiles_show_what_runs(chunk_gla, draw(), kernels.calls, "gla")
-
-
-def test_gates_that_need_no_gradient_get_none(kernels: Kernels) -> None:
-    x = draw()
-    q = x.pop("q").requires_grad_()
-    chunk_gla(q, **x)[0].sum().backward()
-    chunk_gla(q, **x | {"g": x["g"].clone().requires_grad_()})[0].sum().backward()
-    assert kernels.needs_gates == [False, True]
-
-
-def test_a_final_state_that_is_overwritten(kernels: Kernels) -> None:
-    assert_final_state_may_change(chunk_gla, draw())
-
-
-def test_double_backward(kernels: Kernels) -> None:
-    x = leaves(draw(seq=10))
-    (dq,) = torch.autograd.grad(chunk_gla(**x)[0].square().sum(), x["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"double backward of GLA .* backend='reference'"):
-        dq.sum().backward()
-
-
-def test_doctor_tells(kernels: Kernels) -> None:
-    for use in doctor._choices("chunk_gla").values():
-        assert use["backend"] == "tk", use
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -305,63 +153,3 @@ def test_opcheck(packed: bool, with_state: bool) -> None:
     given = (torch.randn_like(o), torch.randn_like(state) if with_state else None)
     torch.library.opcheck(registered.gla_bwd, (*detached, *given, 0.25, False, True))
     torch.library.opcheck(registered.packed_gla_bwd, (*detached, *given, 0.25, False, 16, True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "tk"])
-def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
-    x = draw(batch=1, rows=3 if packed else 1)
-    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 5, 40])} if packed else {}
-    compiled = torch.compile(chunk_gla, backend="aot_eager", fullgraph=True)
-    found = gradients(compiled, x, **options, backend=backend)
-    assert_same(found, gradients(reference.gla_recurrent, x, **options))
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "tk"])
-def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
-    """Tokens, heads, head dims and the scale: one graph serves another size."""
-    compiled = torch.compile(chunk_gla, backend="aot_eager", fullgraph=True, dynamic=True)
-    for seq, heads, dims, scale in ((40, 2, (16, 32), 0.3), (56, 3, (24, 8), 0.7)):
-        x = draw(seq=seq, heads=heads, dims=dims)
-        expected = gradients(reference.gla_recurrent, x, scale=scale)
-        assert_same(gradients(compiled, x, scale=scale, backend=backend), expected)
-    torch._dynamo.reset()
-
-
-def test_fake_and_meta_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    x = draw(batch=1, rows=2)
-    with FakeTensorMode() as mode:
-        fake: Inputs = {name: mode.from_tensor(t) for name, t in x.items()}
-        offsets = mode.from_tensor(torch.tensor([0, 5, 40]))
-        o, last = chunk_gla(**fake, cu_seqlens=offsets, output_final_state=True)
-    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
-    meta: Inputs = {name: t.to("meta") for name, t in x.items()}
-    o, last = chunk_gla(**meta, cu_seqlens=torch.zeros(3, device="meta", dtype=torch.int32))
-    assert o.shape == x["v"].shape and o.device.type == "meta" and last is None
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_vmap(kernels: Kernels, packed: bool) -> None:
-    """One call over a batch of calls: results and gradients of each."""
-    x = draw(batch=1, seq=20, rows=2 if packed else 1)
-    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
-    options["output_final_state"] = True
-    g = torch.stack([x["g"], 2 * x["g"], 3 * x["g"]], dim=1)
-
-    def run(g: Tensor, state: Tensor) -> Tensor:
-        o, last = chunk_gla(**x | {"g": g, "initial_state": state}, **options)
-        return o.square().sum() + last.sum()
-
-    state = x["initial_state"]
-    found = torch.func.vmap(torch.func.grad(run, argnums=(0, 1)), (1, None))(g, state)
-    for j in range(3):
-        alone = leaves({"g": g[:, j], "initial_state": state})
-        o, last = reference.gla_recurrent(**x | alone, **options)
-        expected = torch.autograd.grad(o.square().sum() + last.sum(), list(alone.values()))
-        for actual, want in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual[j], want)

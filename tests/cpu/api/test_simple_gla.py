@@ -15,24 +15,10 @@ from tfla_tk import (
 
 from .linear import assert_same, gradients
 from .linear_checks import (
-    assert_autocast,
-    assert_dtypes,
-    assert_final_state_is_a_copy,
-    assert_packs_sequences,
     parameters_by_place,
     parameters_of_fla,
 )
 from .simple_gla_calls import draw
-
-
-@pytest.mark.parametrize(
-    "backend", ["auto", "reference:recurrent", "reference:parallel", "reference:chunkwise"]
-)
-@pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
-def test_forms_agree_with_the_recurrence(backend: str, heads: tuple[int, int]) -> None:
-    inputs = draw(heads=heads)
-    expected = gradients(reference.simple_gla_recurrent, inputs, scale=0.3)
-    assert_same(gradients(chunk_simple_gla, inputs, scale=0.3, backend=backend), expected)
 
 
 def test_arguments_in_the_order_of_fla() -> None:
@@ -100,13 +86,6 @@ def test_decays_are_kept_but_not_in_a_trace() -> None:
     assert list(simple_gla._decays.values()) == [decay]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("with_cpu", [False, True])
-def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    x = draw(batch=1, rows=5)
-    assert_packs_sequences(chunk_simple_gla, reference.simple_gla_recurrent, x, dtype, with_cpu=with_cpu)
-
-
 @pytest.mark.parametrize("with_state", [False, True])
 def test_no_token(with_state: bool) -> None:
     x = draw(seq=0)
@@ -118,23 +97,15 @@ def test_no_token(with_state: bool) -> None:
     torch.testing.assert_close(last, state if with_state else torch.zeros_like(state))
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
-@pytest.mark.parametrize("v_first", [False, True])
-def test_without_a_token_the_final_state_is_a_copy(v_first: bool, backend: str) -> None:
-    assert_final_state_is_a_copy(chunk_simple_gla, draw(seq=0), v_first=v_first, backend=backend)
-
-
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
 def test_no_head_and_no_batch(heads: tuple[int, int]) -> None:
-    x = draw(batch=1 if heads[0] == 0 else 0, heads=heads)
-    o, last = chunk_simple_gla(**x, output_final_state=True)
-    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
-    x = [x[name] for name in ("q", "k", "v")]
+    drawn = draw(batch=1 if heads[0] == 0 else 0, heads=heads)
+    x = [drawn[name] for name in ("q", "k", "v")]
     for o, final in (
         chunk_retention(*x, output_final_state=True),
         chunk_lightning_attn(*x, 1, 3, output_final_state=True),
     ):
-        assert o.shape == x[2].shape and final.shape == last.shape
+        assert o.shape == x[2].shape and final.shape == drawn["initial_state"].shape
 
 
 def test_positive_decay_is_computed_as_given() -> None:
@@ -145,17 +116,10 @@ def test_positive_decay_is_computed_as_given() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype: torch.dtype) -> None:
-    """Gates in fp64 do not change that."""
-    x = draw()
-    assert_dtypes(chunk_simple_gla, x, dtype)
-    x = {name: t.to(dtype if name in "qkv" else torch.float32) for name, t in x.items()}
+def test_gates_in_fp64_do_not_change_dtypes(dtype: torch.dtype) -> None:
+    x = {name: t.to(dtype if name in "qkv" else torch.float32) for name, t in draw().items()}
     o, last = chunk_simple_gla(x["q"], x["k"], x["v"], x["g"].double(), output_final_state=True)
     assert (o.dtype, last.dtype) == (dtype, torch.float32)
-
-
-def test_autocast() -> None:
-    assert_autocast(chunk_simple_gla, draw())
 
 
 def test_options_of_numpy() -> None:

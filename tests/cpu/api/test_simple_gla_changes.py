@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tfla_tk import chunk_simple_gla, simple_gla
 
-from .linear_checks import assert_profiles_show_what_runs
 from .served import Operators
 from .simple_gla_calls import Kernels, draw
 
@@ -127,7 +126,3 @@ def test_a_backward_that_is_not_plain(watched: str, gate: str, kernels: Kernels)
         shapes = [t.shape for t in saved]
         assert len(shapes) == (4 if gate == "none" else 5) and shapes.count((2, 40, 4)) == (gate != "none")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_profile_shows_the_kernels_that_run_without_it(kernels: Kernels) -> None:
-    assert_profiles_show_what_runs(chunk_simple_gla, draw(), kernels.calls, "simple_gla")

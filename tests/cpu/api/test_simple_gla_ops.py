@@ -1,4 +1,4 @@
-"""The registered ops of chunk_simple_gla: opcheck, compiled, exported, without data, under vmap, counted."""
+"""The registered ops of chunk_simple_gla, and what its kernels get."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from tfla_tk import (
-    chunk_simple_gla,
-    reference,
-)
+from tfla_tk import chunk_retention, chunk_simple_gla, reference
 
-from .linear import assert_same, gradients, leaves
+from .linear import leaves
 from .simple_gla_calls import Kernels, draw
 
 
@@ -47,94 +43,26 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla_bwd, (*detached, *rest, 16))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "tk"])
-def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
-    x = draw(batch=1, rows=3 if packed else 1)
-    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 5, 40])} if packed else {}
-    expected = gradients(reference.simple_gla_recurrent, x, **options)
-    compiled = torch.compile(chunk_simple_gla, backend="aot_eager", fullgraph=True)
-    assert_same(gradients(compiled, x, **options, backend=backend), expected)
-    torch._dynamo.reset()
+def test_the_launches_take_what_the_ops_take() -> None:
+    """By name and in this order; behind it what a plain call keeps for its backward."""
+    import inspect
+
+    from tfla_tk.backends.tk.scalar_gate import scalar_decay
+
+    for op, launch, more in (
+        (torch.ops.tfla_tk.simple_gla_fwd, scalar_decay.simple_gla_fwd, "keep_states"),
+        (torch.ops.tfla_tk.simple_gla_bwd, scalar_decay.simple_gla_bwd, "kept"),
+    ):
+        names = [argument.name.replace("dht", "d_final") for argument in op.default._schema.arguments]
+        assert list(inspect.signature(launch).parameters) == [*names, more]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "tk"])
-def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
-    """Tokens, heads, groups, head dims and the scale: one graph serves another size."""
-    compiled = torch.compile(chunk_simple_gla, backend="aot_eager", fullgraph=True, dynamic=True)
-    for seq, heads, dims, scale in ((40, (2, 4), (16, 32), 0.3), (56, (3, 9), (24, 8), 0.7)):
-        x = draw(seq=seq, heads=heads, dims=dims)
-        expected = gradients(reference.simple_gla_recurrent, x, scale=scale)
-        assert_same(gradients(compiled, x, scale=scale, backend=backend), expected)
-    torch._dynamo.reset()
-
-
-def test_export() -> None:
-    """Packed sequences: the exported program reads the offsets when it runs."""
-
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor) -> Tensor:
-            return chunk_simple_gla(q, k, v, g, cu_seqlens=cu_seqlens, backend="reference")[0]
-
-    x = [t for name, t in draw(batch=1).items() if name != "initial_state"]
-    program = torch.export.export(Model(), (*x, torch.tensor([0, 7, 40]))).module()
-    offsets = torch.tensor([0, 20, 40])
-    torch.testing.assert_close(program(*x, offsets), Model()(*x, offsets))
-
-
-def test_fake_and_meta_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    x = draw(batch=1, rows=2)
-    with FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(t) for name, t in x.items()}
-        o, last = chunk_simple_gla(
-            **fake, cu_seqlens=mode.from_tensor(torch.tensor([0, 5, 40])), output_final_state=True
-        )
-    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
-    meta = {name: t.to("meta") for name, t in x.items()}
-    o, last = chunk_simple_gla(**meta, cu_seqlens=torch.zeros(3, device="meta", dtype=torch.int32))
-    assert o.shape == x["v"].shape and o.device.type == "meta" and last is None
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_vmap(kernels: Kernels, packed: bool) -> None:
-    """One call over a batch of calls: results and gradients of each."""
-    x = draw(batch=1, seq=20, rows=2 if packed else 1, dtype=torch.float64)
-    offsets = torch.tensor([0, 5, 20]) if packed else None
-    q = torch.stack([x["q"], 2 * x["q"], -x["q"]])
-    g = torch.stack([x["g"], 2 * x["g"], 3 * x["g"]], dim=1)
-
-    def run(q: Tensor, g: Tensor, state: Tensor) -> Tensor:
-        o, last = chunk_simple_gla(
-            q, x["k"], x["v"], g, initial_state=state, cu_seqlens=offsets, output_final_state=True
-        )
-        return o.square().sum() + last.sum()
-
-    found = torch.func.vmap(torch.func.grad(run, argnums=(0, 1, 2)), (0, 1, None))(q, g, x["initial_state"])
-    for j in range(3):
-        alone = leaves({"q": q[j], "g": g[:, j], "state": x["initial_state"]})
-        options: dict[str, Any] = {"cu_seqlens": offsets, "output_final_state": True}
-        o, last = reference.simple_gla_recurrent(
-            alone["q"], x["k"], x["v"], alone["g"], initial_state=alone["state"], **options
-        )
-        expected = torch.autograd.grad(o.square().sum() + last.sum(), list(alone.values()))
-        for actual, want in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual[j], want)
-
-
-def test_flops_of_the_backward(kernels: Kernels) -> None:
-    x = leaves(draw())
-    with FlopCounterMode(display=False) as counter:
-        chunk_simple_gla(**x)[0].sum().backward()
-    intra, state = (64 + 64) * (16 + 32), 16 * 32
-    assert counter.get_total_flops() == 2 * 40 * 4 * (4 * intra + 14 * state)
-
-
-def test_doctor_tells(kernels: Kernels) -> None:
-    from tfla_tk import doctor
-
-    for name in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"):
-        for use in doctor._choices(name).values():
-            assert use["backend"] == "tk", use
+def test_a_decay_per_head_comes_with_strides_of_zero(kernels: Kernels) -> None:
+    x = draw(dtype=torch.float32)
+    chunk_retention(x["q"], x["k"], x["v"])
+    g = kernels.tensors[3]
+    assert g.shape == (2, 40, 4) and g.stride()[:2] == (0, 0) and g.dtype == torch.float32
+    chunk_simple_gla(x["q"], x["k"], x["v"])
+    assert kernels.tensors[3] is None
+    chunk_retention(x["q"].requires_grad_(), x["k"], x["v"])[0].sum().backward()
+    assert kernels.needs_gates == [False]

@@ -234,22 +234,19 @@ def replaced(inputs: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mlstm_chunkwise_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_mlstm_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
     changes, error, pattern = CASES[name]
     arguments = replaced(make_inputs(states=STATES), changes)
-    # the second time as the first: a good call may be remembered, a bad one is not
-    for _ in range(2):
+    functions = [mlstm_chunkwise]
+    if name not in ("only c", "no m", "only m"):
+        functions.append(mlstm_siging_chunkwise)
+    for function in functions:
+        # the second time as the first: a good call may be remembered, a bad one is not
+        for _ in range(2):
+            with pytest.raises(error, match=pattern):
+                function(**arguments)
         with pytest.raises(error, match=pattern):
-            mlstm_chunkwise(**arguments)
-    with pytest.raises(error, match=pattern):
-        tfla_tk.which("mlstm_chunkwise", **arguments)
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("only c", "no m", "only m")])
-def test_mlstm_siging_chunkwise_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
-    changes, error, pattern = CASES[name]
-    with pytest.raises(error, match=pattern):
-        mlstm_siging_chunkwise(**replaced(make_inputs(states=STATES), changes))
+            tfla_tk.which(function, **arguments)
 
 
 def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, Any]]) -> None:

@@ -98,20 +98,12 @@ def tokens_at(launch: SimpleNamespace, name: str, dim: int) -> Tensor:
     return operand_at(getattr(launch, name), (batch, heads, seq, dim))
 
 
-def exact(x: Tensor) -> Tensor:
-    return x
-
-
 class BackwardFormulas(ForwardFormulas):
     """tk_backward.mlstm_bwd with the formula of every kernel in its place, in fp64.
 
     Attributes:
-        rounded: what a kernel does to an operand that it computes: scores and states.
-        anchored: whether the flows at the anchors are used.
-        slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
         computes: whether results are written.
-        row_sums: of the last call's walks by name, whole and inter.
         summed: the gradients for which segments have been summed.
     """
 
@@ -162,12 +154,8 @@ class BackwardFormulas(ForwardFormulas):
         self.row_factors, self.from_anchors = row_factors, gate_gradients
         self.segment_chunks = 10_000
         self.computes = True
-        self.rounded: Callable[[Tensor], Tensor] = exact
-        self.anchored = True
-        self.slow_decay = SLOW_DECAY
         self.scanned: dict[int, tuple[SimpleNamespace, Tensor | None]] = {}  # and log2_w, by their address
         self.states: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
-        self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.summed: set[str] = set()
 
     def __call__(self, *arguments: Any) -> ops.Grads:
@@ -226,7 +214,7 @@ class BackwardFormulas(ForwardFormulas):
         assert x.rows[0] != 0  # without normaliser there is nothing to read dh and h for
         *_, part_columns = x.sizes
         dh, h = (operand_at(operand, x.sizes[:4]) for operand in (x.dh, x.h))
-        products = (dh * self.rounded(h)).split(part_columns, dim=-1)
+        products = (dh * h).split(part_columns, dim=-1)
         self.write_factors(x, [of_part.sum(-1) for of_part in products])
 
     def compute_mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
@@ -279,7 +267,7 @@ class BackwardFormulas(ForwardFormulas):
                     scale = (of_j if forward else of_t) * torch.exp2(log2_decay)[..., None]
                     scale = torch.where(forgotten[..., None], 0.0, scale)
                     key, value, e = (part[:, :, own] for part in (all_keys, all_values, e_of_rows))
-                    c += value.mT @ self.rounded(scale[..., None] * key)
+                    c += value.mT @ (scale[..., None] * key)
                     own_n += ((scale if forward else e * scale)[..., None] * value).sum(-2)
                     log2_decay += torch.where(forgotten, 0.0, torch.log2(decay))
                 if n is not None and not (forward and x.share > 0):  # the same for all
@@ -353,7 +341,7 @@ class BackwardFormulas(ForwardFormulas):
                 if anchors is not None and chunk > 0 and chunk % ANCHOR_CHUNKS == 0:
                     flow = anchors[:, :, (sequence.slot + chunk) // ANCHOR_CHUNKS]
                     if forward:
-                        self.states[x.anchors[0], x.share, number, chunk] = self.rounded(c), n
+                        self.states[x.anchors[0], x.share, number, chunk] = c, n
                 intra, of_t, of_j, decay = walk.chunk_factors(own, sequence.slot + chunk)
                 query, key, value, e = (y[:, :, own] for y in (queries, keys, values, walk.factors[1]))
                 e = e if turned else torch.zeros_like(e)
@@ -362,8 +350,8 @@ class BackwardFormulas(ForwardFormulas):
                 weights = (intra if forward else intra.mT) * scores
                 row, column = (of_t, of_j) if forward else (of_j, of_t)
                 of_n = (e * row if forward else row)[..., None] * n[..., None, :]
-                inter = row[..., None] * (query @ self.rounded(c)) + of_n
-                whole = inter + self.rounded(weights) @ value
+                inter = row[..., None] * (query @ c) + of_n
+                whole = inter + weights @ value
                 out[:, :, own] = whole + out[:, :, own] if x.share > 0 else whole
                 if sums is not None:
                     of_tokens, of_chunks = (
@@ -372,7 +360,7 @@ class BackwardFormulas(ForwardFormulas):
                     )
                     for own_slice, found in enumerate(of_tokens):
                         sums[0][own_slice, :, :, own] = found
-                    slow = (decay > self.slow_decay)[..., None] & (key.shape[-2] == CHUNK)
+                    slow = (decay > SLOW_DECAY)[..., None] & (key.shape[-2] == CHUNK)
                     for own_slice, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
                         next_to_state = found[..., :SLOW_TOKENS] if forward else found[..., -SLOW_TOKENS:]
@@ -382,10 +370,10 @@ class BackwardFormulas(ForwardFormulas):
                         not_summed = torch.stack([torch.full_like(squares, math.inf), squares], -1)
                         sums[1][own_slice, :, :, sequence.slot + chunk] = torch.where(slow, not_summed, both)
                 if dots is not None:
-                    products = value * self.rounded(factor[:, :, own])
+                    products = value * factor[:, :, own]
                     for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):
                         dot[:, :, own] = of_slice.sum(-1)
-                c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
+                c = decay[..., None, None] * c + (column[..., None] * key).mT @ value
                 column_n = column if forward else e * column
                 n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
                 if flow is not None and not forward:
@@ -422,13 +410,12 @@ class BackwardFormulas(ForwardFormulas):
         chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
         pointer, before, parts, chunks = x.anchors
         assert before == pointer and chunks == ANCHOR_CHUNKS
-        known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
+        known = flows_at(pointer, parts, parts, (batch, heads), slots)
         found = self.from_anchors(*sums.values(), known, i, f, chunk_m, flows, bounds)
         if is_decay:
             df.copy_(found[1] / torch.sigmoid(-f))
         else:
             di.copy_(found[0]), df.copy_(found[1])
-        self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
 
     def compute_forward(self, x: SimpleNamespace) -> None:
         """What a forward leaves for the backward: states in units of their own, transposed."""
@@ -451,7 +438,7 @@ class BackwardFormulas(ForwardFormulas):
                 if chunk % STATE_CHUNKS == 0:
                     slot = sequence.state + chunk // STATE_CHUNKS
                     units[:, :, slot] = UNIT
-                    left[:, :, slot] = self.rounded(c.mT / 2**UNIT)
+                    left[:, :, slot] = c.mT / 2**UNIT
                     if norms is not None:
                         norms[:, :, slot] = n / 2**UNIT
                 own = sequence.tokens(chunk)
@@ -460,7 +447,7 @@ class BackwardFormulas(ForwardFormulas):
                 most = -b[..., -1:] if x.sigmoid_gate else torch.maximum(m, a.amax(-1, keepdim=True))
                 key = torch.exp(a - most)[..., None] * k[:, :, own]
                 decay = torch.exp(m - most)
-                c = decay[..., None] * c + self.rounded(key).mT @ v[:, :, own]
+                c = decay[..., None] * c + key.mT @ v[:, :, own]
                 n = decay * n + key.sum(-2)
                 if not x.sigmoid_gate:
                     m = b[..., -1:] + most
@@ -513,10 +500,10 @@ class BackwardFormulas(ForwardFormulas):
                     of_state = 2 ** units[:, :, state, None, None]
                     c = states[:, :, state].mT
                     n = torch.zeros_like(c[..., 0]) if norms is None else norms[:, :, state]
-                    rounded = self.rounded(dc).expand_as(c)
-                    reads = self.rounded(intra * (out @ value.mT + e[..., None]))
+                    rounded = dc.expand_as(c)
+                    reads = intra * (out @ value.mT + e[..., None])
                     through = key @ rounded
-                    of_v = of_j[..., None] * through + self.rounded(intra * (query @ key.mT)).mT @ out
+                    of_v = of_j[..., None] * through + (intra * (query @ key.mT)).mT @ out
                     of_k = of_j[..., None] * (value @ rounded.mT + dn[..., None, :]) + reads.mT @ query
                     of_q = of_state * (out @ c.mT + e[..., None] * n[..., None, :])
                     sent = (of_j * ((value * through).sum(-1) + (key * dn[..., None, :]).sum(-1))).sum(-1)
@@ -532,7 +519,7 @@ class BackwardFormulas(ForwardFormulas):
                         scores = out @ v[:, :, before].mT + e[..., None]
                         scores = of_t[..., None] * scores * of_before[..., None, :]
                         of_q = of_t[..., None] * decay_before[..., None, None] * of_q
-                        of_q = of_q + self.rounded(scores) @ k[:, :, before]
+                        of_q = of_q + scores @ k[:, :, before]
                     of_q = of_q + reads @ key
                     dq[:, :, own], dk[:, :, own], dv[:, :, own] = of_q, of_k, of_v
                     if flows is not None:
@@ -541,7 +528,7 @@ class BackwardFormulas(ForwardFormulas):
                         parts = x.tile // 16 + (norms is not None)
                         flows[:, :, slot] = math.nan
                         flows[:, :, slot, :parts] = (sent + passing)[..., None] / parts
-                    dc = decay[..., None, None] * dc + query.mT @ self.rounded(of_t[..., None] * out)
+                    dc = decay[..., None, None] * dc + query.mT @ (of_t[..., None] * out)
                     dn = decay[..., None] * dn + ((of_t * e)[..., None] * query).sum(-2)
                 if segment == 0:
                     for to, y in zip(leaving, (dc, dn), strict=True):

@@ -27,8 +27,8 @@ from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
 from .stand_in import MEMORY_RATE, launch_instead
 
-# days in which every instance is compiled: in one of them as many as take two minutes of a CPU core
-TURNS = 12
+# days in which every unchanged instance is compiled: in one of them as many as take a minute of a CPU core
+TURNS = 30
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,12 @@ def write(instance: build.Instance, rows: list[str], lock: Path) -> None:
         PATH.write_text("\n".join(text) + "\n")
 
 
+def numbers_on_record(instance: str) -> list[dict[str, int]]:
+    """Those of each kernel of an instance, by columns."""
+    rows = read()[1][instance].rows
+    return [dict(zip(_COLUMNS, map(int, row.split()[: len(_COLUMNS)]), strict=True)) for row in rows]
+
+
 def instructions_on_record() -> dict[str, int]:
     """Of every instance, all its kernels together: about as many as its compilation takes time."""
     column = _COLUMNS.index("instr")

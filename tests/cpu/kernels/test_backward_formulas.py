@@ -6,9 +6,8 @@ other operands, factors of rows before or after the first of them, gates from th
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ Tensors = dict[str, Tensor]
 Formulas = Callable[..., Any]
 
 EPS = 1e-6
-ANCHOR_CHUNKS = 8
 GATES = ["exp", "sig", "sig_unnormalised"]
 TOKENS = ("q", "k", "v", "i", "f")
 NAMES = (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")
@@ -207,7 +205,7 @@ def test_a_small_normaliser_outweighs_the_gates(backward_formulas: Any) -> None:
     backward_formulas.segment_chunks = 4
     found, want = (of(*given)[1][:, :, :256] for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd))
     assert 0 < want.abs().max() < 2**-70
-    assert error(found, want) <= 1e-9
+    assert (found - want).norm() <= 1e-9 * want.norm()
 
 
 @pytest.mark.parametrize("size", [(0, 3, 10), (2, 0, 10), (2, 3, 0)])
@@ -315,197 +313,3 @@ def test_a_state_that_outweighs_its_chunk_is_not_dropped(
     want = torch.ops.tfla_tk.mlstm_bwd(*given)[4][..., 64:256]
     assert want.abs().max() > 1e-3
     torch.testing.assert_close(backward_formulas(*given)[4][..., 64:256], want, rtol=1e-6, atol=1e-9)
-
-
-def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_gradients: Formulas) -> None:
-    """Row sums of other chunks, wrong as they may be, leave no trace in df between two such chunks."""
-    x = draw("exp", (1, 2, 6 * CHUNK), states=False, dims=WIDE)
-    x["f"][..., CHUNK + 5] = x["f"][..., 4 * CHUNK + 5] = -60.0
-    given = arguments("exp", x, last=False)
-    backward_formulas(*given)
-    flows = (torch.zeros(1, 2), torch.zeros(1, 2))
-    chunk_m = given[12].sum(-1)
-
-    def df(*chunks: int) -> Tensor:
-        sums = [[t.clone() for t in backward_formulas.row_sums[name]] for name in ("dq", "dk")]
-        for chunk in chunks:
-            for noise, (whole, inter) in enumerate(sums, start=1):
-                whole[..., chunk * CHUNK : (chunk + 1) * CHUNK] += 100.0 * noise
-                inter[:, :, chunk] += 300.0 * noise
-        found: Tensor = gate_gradients(*sums, None, x["i"], x["f"], chunk_m, flows, [(0, 6 * CHUNK)])[1]
-        return found
-
-    between = slice(CHUNK, 5 * CHUNK)
-    assert torch.equal(df(0, 5)[..., between], df()[..., between])
-    assert not torch.allclose(df(2)[..., between], df()[..., between])
-
-
-def test_noise_does_not_pass_an_anchor(gate_gradients: Formulas) -> None:
-    """Row sums in front of it leave no trace in df behind it, and the other way round."""
-    q_dq, k_dk, *rest = gate_problem("sig", [3 * ANCHOR_CHUNKS * CHUNK])
-    between = slice(ANCHOR_CHUNKS * CHUNK, 2 * ANCHOR_CHUNKS * CHUNK)
-
-    def df(noise: float) -> Tensor:
-        changed = [[t + noise for t in sums] for sums in (q_dq, k_dk)]
-        chunks = slice(ANCHOR_CHUNKS, 2 * ANCHOR_CHUNKS)
-        for (whole, inter), given in zip(changed, (q_dq, k_dk), strict=True):
-            whole[..., between] = given[0][..., between]
-            inter[:, :, chunks] = given[1][:, :, chunks]
-        found: Tensor = gate_gradients(*changed, *rest, [(0, 3 * ANCHOR_CHUNKS * CHUNK)])[1]
-        return found
-
-    assert torch.equal(df(100.0)[..., between], df(0.0)[..., between])
-
-
-def to_bf16(x: Tensor) -> Tensor:
-    return x.bfloat16().double()
-
-
-def error(x: Tensor, y: Tensor) -> float:
-    return ((x - y).norm() / y.norm()).item()
-
-
-def draw_rounded(
-    gate: str,
-    seq: int,
-    forget_bias: float,
-    *,
-    heads: int = 2,
-    states: bool = False,
-    dims: tuple[int, int] = (64, 136),
-) -> tuple[Any, ...]:
-    """Arguments whose operands are bf16."""
-    x = draw(gate, (1, heads, seq), states=states, dims=dims)
-    x |= {name: to_bf16(x[name]) for name in "qkv"}
-    x["f"] += forget_bias - 3
-    return arguments(gate, x, last=states, dh=to_bf16(torch.randn_like(x["v"])))
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("forget_bias", [-2.0, 0.0, 2.0, 3.0, 12.0])
-def test_rounding_noise_of_one_walk(forget_bias: float, gate: str, backward_formulas: Any) -> None:
-    """Operands rounded to bf16 where the kernels round them: it does not grow with the sequence."""
-    given = draw_rounded(gate, 4096, forget_bias, dims=(64, 64))
-    backward_formulas.rounded = to_bf16
-    for name, a, b in zip(
-        TOKENS, backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given), strict=False
-    ):
-        assert error(a, b) <= (3e-3 if name in "qkv" else 6e-3), name
-
-
-@pytest.mark.parametrize("rate", [0.01, 1.0, 16.0])
-def test_rounding_noise_of_a_decay(rate: float, backward_formulas: Any) -> None:
-    """Gates that forget fast, and closed ones among mild ones, in the chunks that a state enters and in those
-    behind them: what is left of dg is right, times the rate, too."""
-    x = draw("sig_unnormalised", (1, 4, 4096), states=False, dims=(64, 64))
-    x |= {name: to_bf16(x[name]) for name in "qkv"}
-    x["i"].fill_(30.0)
-    decay = -2 * rate * torch.rand_like(x["f"])
-    decay[..., ::23] = -14.0
-    x["f"] = decay - torch.log(-torch.expm1(decay))
-    given = arguments("sig_unnormalised", x, last=False, dh=to_bf16(torch.randn_like(x["v"])))
-    backward_formulas.rounded = to_bf16
-    dg, want = (
-        of(*given)[4] / torch.sigmoid(-x["f"]) for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd)
-    )
-    for own in (slice(0, None, 23), slice(None)):
-        assert error(dg[..., own], want[..., own]) <= 5e-3
-    assert error((dg * decay).sum(-1), (want * decay).sum(-1)) <= 2e-2
-
-
-@pytest.mark.parametrize("forget_bias", [0.0, 2.0, 3.0, 12.0])
-def test_rounding_noise(forget_bias: float, backward_formulas: Any) -> None:
-    """Operands rounded to bf16 where the kernels round them: df within 1e-2 of the truth at S = 4096."""
-    given = draw_rounded("exp", 4096, forget_bias)
-    want = torch.ops.tfla_tk.mlstm_bwd(*given)
-    backward_formulas.rounded = to_bf16
-    found = backward_formulas(*given)
-    for name, a, b in zip(TOKENS, found, want, strict=False):
-        assert error(a, b) <= (8e-3 if name in "qkv" else 1e-2), name
-    # one sum over all tokens collects the noise of all of them
-    (q_dq, _), (k_dk, _) = (backward_formulas.row_sums[name] for name in ("dq", "dk"))
-    summed = (q_dq - k_dk).flip(-1).cumsum(-1).flip(-1) * torch.sigmoid(-given[4])
-    assert error(found[4], want[4]) <= error(summed, want[4]) * (0.3 if forget_bias == 0 else 1.1)
-
-
-@pytest.mark.parametrize(("seq", "forget_bias"), [(300, 2.5), (600, 3.0), (300, 6.0), (600, 12.0)])
-@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-@pytest.mark.parametrize("gate", GATES)
-def test_sums_of_all_rows_serve_slow_chunks(
-    gate: str, states: bool, seq: int, forget_bias: float, backward_formulas: Any
-) -> None:
-    """Their noise is no larger than that of the parts through the states, as 16 tokens tell it."""
-    given = draw_rounded(gate, seq, forget_bias, heads=24, states=states)
-    want = torch.ops.tfla_tk.mlstm_bwd(*given)[4]
-    backward_formulas.rounded = to_bf16
-    found = error(backward_formulas(*given)[4], want)
-    assert all(inter.isinf().any() for _, inter in backward_formulas.row_sums.values())
-    backward_formulas.slow_decay = math.inf
-    assert found <= 1.05 * error(backward_formulas(*given)[4], want)
-    assert not any(inter.isinf().any() for _, inter in backward_formulas.row_sums.values())
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_anchors_hold_the_noise_of_long_sequences(gate: str, backward_formulas: Any) -> None:
-    """Without them what is followed from the ends takes up the noise of more and more chunks."""
-    given = draw_rounded(gate, 8192, 3.0)
-    want = torch.ops.tfla_tk.mlstm_bwd(*given)[4]
-    backward_formulas.rounded = to_bf16
-    anchored = error(backward_formulas(*given)[4], want)
-    backward_formulas.anchored = False
-    assert anchored <= min(1e-2, 0.5 * error(backward_formulas(*given)[4], want))
-
-
-# formulas by themselves
-
-
-def gate_problem(gate: str, lengths: Sequence[int]) -> tuple[Any, ...]:
-    """Arguments of gate_gradients for any row sums."""
-    torch.manual_seed(0)
-    shape = (1, 2, sum(lengths))
-    slots = -(-shape[-1] // CHUNK) + len(lengths)
-    sums = [(torch.randn(shape), torch.rand(1, 2, slots, 2)) for _ in range(2)]
-    anchors = torch.randn(1, 2, slots // ANCHOR_CHUNKS + 1, 3)
-    chunk_m = torch.randn(1, 2, slots) if gate == "exp" else None
-    flows = (torch.randn(len(lengths), 2), torch.randn(len(lengths), 2))
-    return (*sums, anchors, 5 * torch.randn(shape), 5 * torch.randn(shape), chunk_m, flows)
-
-
-@pytest.mark.parametrize("gate", ["exp", "sig"])
-@pytest.mark.parametrize(
-    "lengths", [LENGTHS, LONG, [513, 0, 575, 512, 1090] * 8], ids=["short", "long", "many"]
-)
-def test_packed_sequences_by_themselves(lengths: list[int], gate: str, gate_gradients: Formulas) -> None:
-    """Chunks start at each sequence's start; each has its own slot, and each anchor too."""
-    q_dq, k_dk, anchors, i, f, chunk_m, flows = gate_problem(gate, lengths)
-    bounds = list(itertools.pairwise(itertools.accumulate([0, *lengths])))
-    found = gate_gradients(q_dq, k_dk, anchors, i, f, chunk_m, flows, bounds)
-    used = []
-    for sequence, (start, end) in enumerate(bounds):
-        own, slot = slice(start, end), start // CHUNK + sequence
-        behind = range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS)
-        own_anchors = [(slot + chunk) // ANCHOR_CHUNKS for chunk in behind]
-        used += own_anchors
-        expected = gate_gradients(
-            *((whole[..., own], inter[:, :, slot:]) for whole, inter in (q_dq, k_dk)),
-            anchors[:, :, [0, *own_anchors]],  # that before chunk 0 does not exist
-            i[..., own],
-            f[..., own],
-            None if chunk_m is None else chunk_m[..., slot:],
-            [x[sequence : sequence + 1] for x in flows],
-            [(0, end - start)],
-        )
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x[..., own], y)
-    assert len(set(used)) == len(used) and max(used, default=0) < anchors.shape[2]
-
-
-def test_row_factors_at_the_ends_of_the_range(row_factors: Formulas) -> None:
-    """Finite where e^{-m} is not; no gradient of d where the floor holds."""
-    m = torch.tensor([-1e4, -100.0, 0.0, 0.0, 0.0, 100.0, 1e4])
-    d = torch.tensor([1.0, 1.0, 0.5, -2.0, 0.0, 0.0, -3.0])
-    dh_h = torch.full_like(d, 4.0)
-    log2_w, e = row_factors(dh_h, d, m.double(), EPS)
-    assert log2_w.isfinite().all()
-    torch.testing.assert_close(log2_w[:2], torch.tensor([1e4, 100.0]).double() / math.log(2))
-    assert e.tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 4.0]

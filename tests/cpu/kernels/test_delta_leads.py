@@ -1,10 +1,9 @@
-"""The leads of a split's segments: which heads have them, how long they are, and that nothing is missing in
-what walks make that begin with them. The recurrence takes the place of the kernels; no GPU."""
+"""The leads of a split's segments, and that nothing is missing in what walks make that begin with them. The
+recurrence takes the place of the kernels; no GPU. How long leads are: tests/gpu/test_delta_split.py."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.pairs import pairwise
-from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK
 
 from .delta_before_walks import CARRIED
 from .delta_emulation import Kernel, launch_delta_instead, uninitialised_memory_is_nan
-from .test_delta_launch import OFFSETS, SCALE, check, cotangents, draw, forget_calls, split_into
+from .test_delta_launch import OFFSETS, check, cotangents, draw, forget_calls, split_into
 
 NEAR, SLOW = -1.2, -1e-3  # log decays of a token: a chunk forgets all or hardly anything
 NOISE = 2e-4  # of fp32 where results are rounded to 16 bits
@@ -92,34 +90,6 @@ def at_borders(kernel: Kernel, segments: int) -> tuple[Tensor, Tensor]:
     return before[:, 1:], behind[:, :-1]
 
 
-# How long they are
-
-CHUNKS = {
-    "of one chunk": ([110, 110, 110], [1, 1], [1, 1]),
-    "of several": ([0, 110, 60, 50, 0, 30], [1, 1, 2, 2, 3], [1, 2, 3, 2, 1]),
-    "to both ends": ([10, 10, 10, 10], [1, 2, 3], [3, 2, 1]),
-    "just not enough": ([99, 99, 99], [1, 2], [2, 1]),
-    "where a state grows again": ([120, 0, 120, -90, 50], [1, 2, 3, 4], [4, 3, 2, 1]),
-    "where all chunks grow": ([-1, -1, -1], [1, 2], [2, 1]),
-    "NaN": ([200, 200, math.nan, 200, 200], [1, 1, 3, 4], [4, 3, 1, 1]),
-    "closed": ([0, math.inf, 0, 0], [1, 1, 2], [1, 2, 1]),
-}
-
-
-@pytest.mark.parametrize(("bits", "before", "behind"), CHUNKS.values(), ids=CHUNKS)
-def test_how_long_they_are(
-    bits: list[float], before: list[int], behind: list[int], kernel: Kernel, split: Split
-) -> None:
-    """Of chunks that forget so many bits, in segments of one chunk; the last one has fewer tokens."""
-    split(1, longest=100)
-    tokens = CHUNK * len(bits) - 10
-    decays = -torch.tensor(bits)[:, None].expand(-1, 2) * math.log(2) / CHUNK
-    decays[-1] *= CHUNK / (CHUNK - 10)
-    launch.forward(decaying(decays, tokens=tokens), output_final_state=True, keep=True)
-    for found, expected in zip(at_borders(kernel, len(bits)), (before, behind), strict=True):
-        assert found.mT.tolist() == [[expected] * 2] * 2  # of both sequences and heads
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [2], indirect=True)
 def test_they_are_multiples_of_a_segment_of_the_walks_over_the_states(kernel: Kernel, split: Split) -> None:
@@ -130,22 +100,6 @@ def test_they_are_multiples_of_a_segment_of_the_walks_over_the_states(kernel: Ke
     assert (before == 2).all() and (behind == torch.tensor([2, 2, 1])[:, None]).all()
     assert_as_whole(core, kernel, split, 4)
     check(core)
-
-
-@pytest.mark.parametrize(("chunks", "longest"), [(1, 1), (3, 1), (8, 2), (16, 4)])
-def test_a_head_is_carried_where_one_of_its_leads_is_too_long(
-    chunks: int, longest: int, kernel: Kernel, split: Split
-) -> None:
-    """Over the whole sequence, in this direction alone. Chunks before the second border hardly forget, in the
-    second head."""
-    split(chunks)
-    decays = torch.full((3 * chunks, 2), NEAR)
-    decays[2 * chunks - longest : 2 * chunks, 1] = SLOW
-    launch.forward(decaying(decays, tokens=3 * chunks * CHUNK), output_final_state=True, keep=True)
-    before, behind = at_borders(kernel, 3)
-    assert (before == torch.tensor([1, CARRIED])).all()
-    # these are right behind the first border where segments are that short
-    assert (behind == torch.tensor([1, CARRIED if chunks == longest else 1])).all()
 
 
 # What walks make that begin with them
@@ -185,17 +139,6 @@ def test_heads_that_hardly_forget_are_carried(
         assert all((leads == CARRIED).all() for leads in at_borders(kernel, 3))
 
 
-@pytest.mark.slow
-def test_every_head_has_its_own(kernel: Kernel, split: Split) -> None:
-    """Of one chunk, of two, and such as are carried, side by side."""
-    decays = torch.tensor([NEAR, -0.6, -0.4, 0.0])
-    core = decaying(decays, group=2, tokens=17 * CHUNK + 10)
-    assert_as_whole(core, kernel, split, 8)
-    expected = torch.tensor([1, 2, CARRIED, CARRIED])
-    assert all((leads == expected).all() for leads in at_borders(kernel, 3))
-    check(core)
-
-
 def test_sequences_of_a_call_differ(kernel: Kernel, split: Split) -> None:
     """A head is carried over one sequence and has leads in the other."""
     core = decaying(NEAR, tokens=200)
@@ -221,84 +164,6 @@ def test_packed_sequences_begin_with_their_own_states(kernel: Kernel, split: Spl
     split(1, longest=100)
     check(core)
     assert (kernel.made_leads[-1] >= 0).all()
-
-
-# Growth
-
-GROWN = {
-    "carried": ([NEAR, 1.2, NEAR, 1.2, NEAR, NEAR], 1, True),
-    "shrinks and grows": ([NEAR, NEAR, -4.0, 1.2, NEAR, NEAR, NEAR, NEAR], 3, False),
-    "grows and shrinks": ([NEAR, NEAR, -1.5, 0.3, NEAR, -2.0, 0.3, NEAR], 3, False),
-}
-
-
-def assert_true_in_every_chunk(core: DeltaRuleCore, limit: float = 1e-2) -> None:
-    """Results against the reference in fp64, however different in size those of chunks are."""
-    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
-    do, dht = cotangents(o, last)
-    gradients = launch.backward(core, kept, do, dht, needs_gates=False)
-    found = {name: x for name, x in zip(RESULTS, gradients, strict=True) if x is not None} | {"o": o}
-    operands = [x.double() for x in core[:5] if x is not None]
-    initial = None if core.initial_state is None else core.initial_state.double()
-    options: dict[str, Any] = {"scale": SCALE, "initial_state": initial}
-    truth = reference.gated_delta_rule_backward(*operands, do.double(), dht.double(), **options)
-    expected = {name: getattr(truth, name) for name in ("dq", "dk", "dv", "dbeta")}
-    expected["o"] = reference.gated_delta_rule_recurrent(*operands, **options)[0]
-    for name, y in expected.items():
-        chunks = zip(found[name].split(CHUNK, 1), y.split(CHUNK, 1), strict=True)
-        errors = [difference(*chunk) for chunk in chunks]
-        assert all(error < limit for error in errors), (name, errors)
-
-
-@pytest.mark.parametrize(("decays", "longest", "carried"), GROWN.values(), ids=GROWN)
-def test_growth(decays: list[float], longest: int, carried: bool, kernel: Kernel, split: Split) -> None:
-    """A state that has shrunk and grows again is not left out."""
-    core = decaying(torch.tensor(decays)[:, None].expand(-1, 2), tokens=CHUNK * len(decays))
-    split(2 if carried else 1, longest=longest)
-    assert_true_in_every_chunk(core)
-    leads = kernel.made_leads[0]
-    assert bool((leads == CARRIED).any()) == carried
-    assert carried or leads.max() == longest
-
-
-def test_growth_within_a_chunk(kernel: Kernel, split: Split) -> None:
-    """The chunk before a lead lets little of a state through, but all that it writes grows."""
-    decays = torch.full((5 * CHUNK,), -1.13)
-    decays[CHUNK : 2 * CHUNK - 32], decays[2 * CHUNK - 32 : 2 * CHUNK] = -2.4, 2.4
-    core = draw((16, 32), tokens=5 * CHUNK)
-    core = core._replace(g=decays[None, :, None].expand(2, -1, 2).contiguous())
-    split(1, longest=3)
-    assert_true_in_every_chunk(core)
-
-
-def test_keys_that_let_a_state_grow(kernel: Kernel, split: Split) -> None:
-    """Where beta |k|^2 > 2: the gates alone would let it be forgotten."""
-    core = decaying(NEAR, tokens=200)
-    assert_as_whole(core, kernel, split, 1)
-    assert (kernel.made_leads[-1] >= 0).all()
-    grown = core._replace(k=1.5 * core.k, beta=torch.full_like(core.beta, 1.9))
-    assert_as_whole(grown, kernel, split, 1)
-    assert all((leads == CARRIED).all() for leads in at_borders(kernel, 4))
-
-
-# NaN
-
-
-@pytest.mark.parametrize("of", ["g", "beta", "k"])
-@pytest.mark.parametrize("token", [5, 100, 199])
-def test_nan_in_gates_and_keys_reaches_as_far_as_in_a_whole_walk(
-    of: str, token: int, kernel: Kernel, split: Split
-) -> None:
-    core = decaying(NEAR, tokens=200)
-    getattr(core, of)[0, token, 1] = torch.nan
-    split(None)
-    whole = run(core, kernel, needs_gates=False)
-    split(1)
-    found = run(core, kernel, needs_gates=False)
-    for name, x in found.items():
-        assert torch.equal(x.isnan(), whole[name].isnan()), name
-        assert difference(x.nan_to_num(0), whole[name].nan_to_num(0)) < NOISE, name
-    assert found["o"][0, token:, 1].isnan().all() and not found["o"][:, :, 0].isnan().any()
 
 
 # Both directions of a head

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,9 @@ from .compiled import Compiler
 from .recorded import RecordedLauncher
 from .stand_in import pretend_a_gpu
 
+# every instance is to be asked for
+pytestmark = pytest.mark.product
+
 MODULES = (
     *(forward, backward, step, sequence, gla_call, gla, gla_backward),
     *(delta_call, delta, delta_inputs),
@@ -48,8 +52,8 @@ MEMOS = (
     *itertools.product((forward, gla, delta), ["_forwards"]),
     *itertools.product((backward, gla_backward, delta), ["_backwards"]),
 )
-HALVES = pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
-PACKED = pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+HALVES = (False, True)
+KINDS = tuple(itertools.product(HALVES, (False, True)))  # half, packed
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +61,12 @@ def recorded(compiler: Compiler) -> Callable[[Launcher], RecordedLauncher]:
     return compiler.recorded
 
 
+Calls = Callable[[], AbstractContextManager[None]]
+
+
 @pytest.fixture
-def calls(
-    recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[Launcher, set[Instance]]]:
-    """What calls have loaded; at the end it is compared with what they have launched."""
+def calls(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Around calls: what they have loaded is compared with what they have launched."""
     loaded: dict[Launcher, set[Instance]] = {}
 
     def load(launcher: Launcher, *instances: Instance) -> SimpleNamespace:
@@ -70,19 +75,25 @@ def calls(
 
     monkeypatch.setattr(build, "load", load)
     pretend_a_gpu(monkeypatch, *MODULES, stream=0)
-    for module, memo in MEMOS:
-        monkeypatch.setattr(module, memo, Memo())
-    yield loaded
-    assert loaded
-    for launcher, instances in loaded.items():
-        launched = set(recorded(launcher).launched())
-        known: set[str] = set()
-        for instance in instances:
-            assert instance in build.all_instances()
-            kernels = recorded(instance.launcher).kernels[instance.name]
-            assert kernels & launched, f"{instance.name} is loaded in vain"
-            known |= kernels
-        assert launched and not launched - known, "launched, but not loaded"
+
+    @contextmanager
+    def compared() -> Iterator[None]:
+        loaded.clear()
+        for module, memo in MEMOS:
+            monkeypatch.setattr(module, memo, Memo())
+        yield
+        assert loaded
+        for launcher, instances in loaded.items():
+            launched = set(recorded(launcher).launched())
+            known: set[str] = set()
+            for instance in instances:
+                assert instance in build.all_instances()
+                kernels = recorded(instance.launcher).kernels[instance.name]
+                assert kernels & launched, f"{instance.name} is loaded in vain"
+                known |= kernels
+            assert launched and not launched - known, "launched, but not loaded"
+
+    return compared
 
 
 def dtype_of(half: bool) -> torch.dtype:
@@ -93,8 +104,6 @@ def offsets_of(tokens: int, packed: bool) -> Tensor | None:
     return torch.tensor([0, tokens // 3, tokens // 3, tokens]) if packed else None
 
 
-@HALVES
-@PACKED
 @pytest.mark.parametrize("tokens", [130, 9000])
 @pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
 @pytest.mark.parametrize(
@@ -104,95 +113,87 @@ def test_mlstm(
     dims: tuple[int, int],
     gate: str,
     tokens: int,
-    packed: bool,
-    half: bool,
-    calls: dict[Launcher, set[Instance]],
+    calls: Calls,
 ) -> None:
     """Long sequences are cut. With narrow head dims every forward leaves states."""
-    q, v = (torch.zeros(1, 2, tokens, dim, dtype=dtype_of(half)) for dim in dims)
-    f, offsets = torch.zeros(1, 2, tokens), offsets_of(tokens, packed)
-    options = (gate != "exp", gate != "sig_unnormalised", 1e-6)
-    inputs = (q, q, v, f, f, None, None, None, offsets)
-    h, _, _, _, *rows, states = forward.mlstm_fwd(*inputs, *options, False, True, False, True)
-    assert (states is not None) == (tokens > 1000 or max(dims) <= 128)
-    for kept in {states, None}:
-        backward.mlstm_bwd(
-            *inputs, h, *rows, None, None, torch.zeros_like(h), None, None, *options, False, kept
-        )
+    for half, packed in KINDS:
+        with calls():
+            q, v = (torch.zeros(1, 2, tokens, dim, dtype=dtype_of(half)) for dim in dims)
+            f, offsets = torch.zeros(1, 2, tokens), offsets_of(tokens, packed)
+            options = (gate != "exp", gate != "sig_unnormalised", 1e-6)
+            inputs = (q, q, v, f, f, None, None, None, offsets)
+            h, _, _, _, *rows, states = forward.mlstm_fwd(*inputs, *options, False, True, False, True)
+            assert (states is not None) == (tokens > 1000 or max(dims) <= 128)
+            for kept in {states, None}:
+                backward.mlstm_bwd(
+                    *inputs, h, *rows, None, None, torch.zeros_like(h), None, None, *options, False, kept
+                )
 
 
-@HALVES
-@PACKED
 @pytest.mark.parametrize("tokens", [130, 9000])
 @pytest.mark.parametrize(
     "dims", [(16, 16), (64, 80), (80, 48), (128, 128), (128, 256), (256, 64), (256, 512)], ids=str
 )
-def test_a_scalar_decay(
-    dims: tuple[int, int], tokens: int, packed: bool, half: bool, calls: dict[Launcher, set[Instance]]
-) -> None:
-    q, v = (torch.zeros(1, tokens, 2, dim, dtype=dtype_of(half)) for dim in dims)
-    x = (q, q, v, torch.zeros(1, tokens, 2), None, offsets_of(tokens, packed))
-    scalar_decay.simple_gla_fwd(*x, 0.5, False)
-    for needs_dg in (True, False):
-        scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, needs_dg)
+def test_a_scalar_decay(dims: tuple[int, int], tokens: int, calls: Calls) -> None:
+    for half, packed in KINDS:
+        with calls():
+            q, v = (torch.zeros(1, tokens, 2, dim, dtype=dtype_of(half)) for dim in dims)
+            x = (q, q, v, torch.zeros(1, tokens, 2), None, offsets_of(tokens, packed))
+            scalar_decay.simple_gla_fwd(*x, 0.5, False)
+            for needs_dg in (True, False):
+                scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, needs_dg)
 
 
-@HALVES
 @pytest.mark.parametrize("tile", [(128, 256), (256, 128)], ids=str)
-def test_mlstm_without_overlap(
-    tile: tuple[int, int], half: bool, calls: dict[Launcher, set[Instance]]
-) -> None:
-    q, v = (torch.zeros(1, 2, 130, dim, dtype=dtype_of(half)) for dim in tile)
-    f = torch.zeros(1, 2, 130)
-    forward.run(
-        (q, q, v, f, f, *[None] * 4), forward.Options(False, True, 1e-6, False, False, sequential=True)
-    )
+def test_mlstm_without_overlap(tile: tuple[int, int], calls: Calls) -> None:
+    for half in HALVES:
+        with calls():
+            q, v = (torch.zeros(1, 2, 130, dim, dtype=dtype_of(half)) for dim in tile)
+            f = torch.zeros(1, 2, 130)
+            forward.run(
+                (q, q, v, f, f, *[None] * 4),
+                forward.Options(False, True, 1e-6, False, False, sequential=True),
+            )
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [(), (3,), (16,)], ids=["step", "few", "more"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("before", DTYPES, ids=str)
 @pytest.mark.parametrize("after", DTYPES, ids=str)
 def test_decoding(
     after: torch.dtype,
-    before: torch.dtype,
-    dtype: torch.dtype,
     tokens: tuple[int, ...],
-    calls: dict[Launcher, set[Instance]],
+    calls: Calls,
 ) -> None:
     """By vectors and by numbers."""
     decode = sequence.mlstm_sequence if tokens else step.mlstm_step
-    for dim_v in (64, 63):
-        q, v = (torch.zeros(1, 2, *tokens, dim, dtype=dtype) for dim in (32, dim_v))
-        gate = torch.zeros(1, 2, *(tokens or (1,)))
-        state = [torch.zeros(1, 2, *shape, dtype=before) for shape in ((32, dim_v), (32,), (1,))]
-        decode(q, q, v, gate, gate, *state, False, True, 1e-6, after)
+    for dtype, before in itertools.product(DTYPES, DTYPES):
+        with calls():
+            for dim_v in (64, 63):
+                q, v = (torch.zeros(1, 2, *tokens, dim, dtype=dtype) for dim in (32, dim_v))
+                gate = torch.zeros(1, 2, *(tokens or (1,)))
+                state = [torch.zeros(1, 2, *shape, dtype=before) for shape in ((32, dim_v), (32,), (1,))]
+                decode(q, q, v, gate, gate, *state, False, True, 1e-6, after)
 
 
-@HALVES
-@PACKED
 @pytest.mark.parametrize(("tokens", "heads"), [(130, 2), (4000, 2), (130, 100)])
 @pytest.mark.parametrize("dims", [(16, 16), (64, 128), (128, 64), (128, 192), (96, 256), (256, 512)], ids=str)
 def test_gla(
     dims: tuple[int, int],
     tokens: int,
     heads: int,
-    packed: bool,
-    half: bool,
-    calls: dict[Launcher, set[Instance]],
+    calls: Calls,
 ) -> None:
-    q, v = (torch.zeros(1, tokens, heads, dim, dtype=dtype_of(half)) for dim in dims)
-    core = GLACore(q, q, v, torch.zeros(q.shape), None, offsets_of(tokens, packed), 0.5, False)
-    _, _, kept = gla.forward(core, output_final_state=True, keep=True)
-    for of_forward, needs_gates in itertools.product((kept, None), (False, True)):
-        gla.backward(core, of_forward, v, None, needs_gates=needs_gates)
+    for half, packed in KINDS:
+        with calls():
+            q, v = (torch.zeros(1, tokens, heads, dim, dtype=dtype_of(half)) for dim in dims)
+            core = GLACore(q, q, v, torch.zeros(q.shape), None, offsets_of(tokens, packed), 0.5, False)
+            _, _, kept = gla.forward(core, output_final_state=True, keep=True)
+            for of_forward, needs_gates in itertools.product((kept, None), (False, True)):
+                gla.backward(core, of_forward, v, None, needs_gates=needs_gates)
 
 
-@HALVES
-@PACKED
 @pytest.mark.parametrize(
     ("tokens", "heads", "group"), [(130, 2, 1), (9000, 2, 1), (130, 4, 2), (130, 16, 8), (130, 200, 1)]
 )
@@ -204,21 +205,34 @@ def test_the_delta_rule(
     tokens: int,
     heads: int,
     group: int,
-    packed: bool,
-    half: bool,
-    calls: dict[Launcher, set[Instance]],
+    calls: Calls,
 ) -> None:
     """With gates and without, its inputs raw or made."""
-    dtype = dtype_of(half)
-    q = torch.zeros(1, tokens, heads // group, dims[0], dtype=dtype)
-    v, beta = torch.zeros(1, tokens, heads, dims[1], dtype=dtype), torch.zeros(1, tokens, heads)
-    for g, raw in ((beta, False), (None, False), (beta, True)):
-        core = DeltaRuleCore(
-            q, q, v, g, beta, None, None, None, offsets_of(tokens, packed), 0.5, raw, raw, False, False
-        )
-        _, _, kept = delta.forward(core, output_final_state=True, keep=True)
-        delta.forward(core, output_final_state=False, keep=False)
-        delta.backward(core, kept, v, None, needs_gates=g is not None)
+    for half, packed in KINDS:
+        with calls():
+            dtype = dtype_of(half)
+            q = torch.zeros(1, tokens, heads // group, dims[0], dtype=dtype)
+            v, beta = torch.zeros(1, tokens, heads, dims[1], dtype=dtype), torch.zeros(1, tokens, heads)
+            for g, raw in ((beta, False), (None, False), (beta, True)):
+                core = DeltaRuleCore(
+                    q,
+                    q,
+                    v,
+                    g,
+                    beta,
+                    None,
+                    None,
+                    None,
+                    offsets_of(tokens, packed),
+                    0.5,
+                    raw,
+                    raw,
+                    False,
+                    False,
+                )
+                _, _, kept = delta.forward(core, output_final_state=True, keep=True)
+                delta.forward(core, output_final_state=False, keep=False)
+                delta.backward(core, kept, v, None, needs_gates=g is not None)
 
 
 # A launcher and the instances of it

@@ -1,10 +1,8 @@
-"""The delta rule beyond what every operator has: the explicit backward, and inputs made from raw ones."""
+"""The delta rule beyond what every operator has: the terms of a chunk, and inputs made from raw ones."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,98 +12,10 @@ from torch.nn.functional import logsigmoid, normalize
 from tfla_tk import reference
 
 Check = Callable[..., None]
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
-HEADS = [(2, 2), (2, 6), (1, 4)]
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def draw(length: int, heads: tuple[int, int], batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
-    """q, k of norm 1, v, g, beta and an initial state in fp64; K = 8, V = 6."""
-    torch.manual_seed(0)
-    few, many = heads
-    return {
-        "q": normal(batch, length, few, 8),
-        "k": normalize(normal(batch, length, few, 8), dim=-1),
-        "v": normal(batch, length, many, 6),
-        "g": logsigmoid(normal(batch, length, many)),
-        "beta": torch.sigmoid(normal(batch, length, many)),
-        "initial_state": normal(rows or batch, many, 8, 6),
-    }
-
-
-def autograd(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    """Gradients of the recurrence."""
-    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
-    o, last = reference.gated_delta_rule_recurrent(**leaves, **options, output_final_state=True)
-    assert last is not None
-    loss = (o * do).sum() + (0 if dht is None else (last * dht).sum())
-    return dict(zip(NAMES, torch.autograd.grad(loss, [leaves[n] for n in NAMES]), strict=True))
-
-
-def explicit(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    tokens = [x[name] for name in NAMES[:-1]]
-    grads = reference.gated_delta_rule_backward(*tokens, do, dht, initial_state=x["initial_state"], **options)
-    return dict(zip(NAMES, grads, strict=True))
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(("length", "chunk_size"), [(1, 64), (63, 16), (65, 64), (100, 7), (100, 128)])
-@pytest.mark.parametrize("with_last", [False, True], ids=["o", "o_and_state"])
-def test_explicit_gradients(
-    heads: tuple[int, int], length: int, chunk_size: int, with_last: bool, assert_close: Check
-) -> None:
-    x = draw(length, heads)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"]) if with_last else None
-    actual = explicit(x, do, dht, scale=0.3, chunk_size=chunk_size)
-    assert_close(actual, autograd(x, do, dht, scale=0.3))
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 1, 37, 37, 100], [0, 100]])
-def test_explicit_gradients_of_packed_sequences(offsets: list[int], assert_close: Check) -> None:
-    x = draw(100, (2, 4), batch=1, rows=len(offsets) - 1)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    actual = explicit(x, do, dht, cu_seqlens=cu_seqlens, chunk_size=16)
-    assert_close(actual, autograd(x, do, dht, cu_seqlens=cu_seqlens))
-
-
-@pytest.mark.parametrize("decay", [0.0, -50.0, -1e4, -math.inf])
-def test_explicit_gradients_of_extreme_decay(decay: float, assert_close: Check) -> None:
-    x = draw(40, (2, 2))
-    x["g"][:, 7:23:5] = decay
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    assert_close(explicit(x, do, dht, chunk_size=16), autograd(x, do, dht))
-
-
-@pytest.mark.parametrize("beta", [0.0, 1e-3, 1.0, 1.9])
-def test_explicit_gradients_of_any_writing_strength(beta: float, assert_close: Check) -> None:
-    """Up to 2, where I - beta k k^T has a negative eigenvalue; and with a key that repeats."""
-    x = draw(40, (2, 2))
-    x["g"].zero_()
-    x["beta"].fill_(beta)
-    x["k"][:, 5:12] = x["k"][:, 5:6]
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    assert_close(explicit(x, do, dht, chunk_size=16), autograd(x, do, dht), floor=1e-6)
-
-
-def test_gradients_have_the_dtypes_of_their_inputs() -> None:
-    x = draw(20, (2, 4))
-    dtypes = dict.fromkeys("qkv", torch.bfloat16)
-    x = {name: t.to(dtypes.get(name, torch.float32)) for name, t in x.items()}
-    found = explicit(x, torch.randn_like(x["v"]), None)
-    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
-        name: (t.dtype, t.shape) for name, t in x.items()
-    }
-
-
-def test_no_token() -> None:
-    x = draw(0, (2, 4))
-    dht = torch.randn_like(x["initial_state"])
-    found = explicit(x, x["v"], dht)
-    assert found["q"].shape == (2, 0, 2, 8) and torch.equal(found["initial_state"], dht)
 
 
 # The terms of a chunk

@@ -72,13 +72,11 @@ def test_packed_sequences_without_initial_state(operator: Any, assert_close: Che
     assert_close(last[0][1:], own_last[0], tol=0.0)
 
 
-@pytest.mark.parametrize(
-    ("batch", "offsets"), [(2, [0, 10]), (1, [0, 9]), (1, [1, 10]), (1, [0, 7, 5, 10]), (1, [0])]
-)
-def test_bad_cu_seqlens(operator: Any, batch: int, offsets: list[int]) -> None:
-    tokens, _ = operator.draw(10, batch=batch)
-    with pytest.raises(ValueError, match="cu_seqlens: expected"):
-        operator.run("chunkwise_16", tokens, [], cu_seqlens=torch.tensor(offsets))
+def test_bad_cu_seqlens(operator: Any) -> None:
+    for batch, offsets in ((2, [0, 10]), (1, [0, 9]), (1, [1, 10]), (1, [0, 7, 5, 10]), (1, [0])):
+        tokens, _ = operator.draw(10, batch=batch)
+        with pytest.raises(ValueError, match="cu_seqlens: expected"):
+            operator.run("chunkwise_16", tokens, [], cu_seqlens=torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])

@@ -1,4 +1,4 @@
-"""GLA beyond what every operator has: the explicit backward, and scores by levels."""
+"""GLA beyond what every operator has: transforms of what is recomputed, and scores by levels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.nn.functional import logsigmoid
 from tfla_tk import reference
 
 Check = Callable[..., None]
-NAMES = ("q", "k", "v", "g", "initial_state")
 
 
 def draw(length: int, batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
@@ -26,30 +25,6 @@ def draw(length: int, batch: int = 2, rows: int | None = None) -> dict[str, Tens
     shapes |= {"g": (batch, length, 2, 8), "initial_state": (rows or batch, 2, 8, 6)}
     found = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     return found | {"g": logsigmoid(found["g"])}
-
-
-def autograd(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    """Gradients of the recurrence."""
-    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
-    o, last = reference.gla_recurrent(**leaves, **options, output_final_state=True)
-    assert last is not None
-    loss = (o * do).sum() + (0 if dht is None else (last * dht).sum())
-    return dict(zip(NAMES, torch.autograd.grad(loss, [leaves[n] for n in NAMES]), strict=True))
-
-
-def explicit(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    tokens = [x[name] for name in NAMES[:-1]]
-    grads = reference.gla_backward(*tokens, do, dht, initial_state=x["initial_state"], **options)
-    return dict(zip(NAMES, grads, strict=True))
-
-
-@pytest.mark.parametrize(("length", "chunk_size"), [(1, 64), (63, 16), (65, 64), (100, 7), (100, 128)])
-@pytest.mark.parametrize("with_last", [False, True], ids=["o", "o_and_state"])
-def test_explicit_gradients(length: int, chunk_size: int, with_last: bool, assert_close: Check) -> None:
-    x = draw(length)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"]) if with_last else None
-    actual = explicit(x, do, dht, scale=0.3, chunk_size=chunk_size)
-    assert_close(actual, autograd(x, do, dht, scale=0.3))
 
 
 def dual(run: Callable[[Tensor], Tensor], x: Tensor, tangent: Tensor) -> Any:
@@ -85,41 +60,6 @@ def test_transforms(transform: str, recorded: bool) -> None:
     assert len(found[0]) == len(found[1])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 1, 37, 37, 100], [0, 100]])
-def test_explicit_gradients_of_packed_sequences(offsets: list[int], assert_close: Check) -> None:
-    x = draw(100, batch=1, rows=len(offsets) - 1)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    actual = explicit(x, do, dht, cu_seqlens=cu_seqlens, chunk_size=16)
-    assert_close(actual, autograd(x, do, dht, cu_seqlens=cu_seqlens))
-
-
-@pytest.mark.parametrize("decay", [0.0, -50.0, -1e4, -math.inf])
-@pytest.mark.parametrize("channel", [slice(None), 3])
-def test_explicit_gradients_of_extreme_decay(decay: float, channel: Any, assert_close: Check) -> None:
-    """Of all channels or of a single one."""
-    x = draw(40)
-    x["g"][:, 7:23:5, :, channel] = decay
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    assert_close(explicit(x, do, dht, chunk_size=16), autograd(x, do, dht))
-
-
-def test_gradients_have_the_dtypes_of_their_inputs() -> None:
-    dtypes = dict.fromkeys("qkv", torch.bfloat16)
-    x = {name: t.to(dtypes.get(name, torch.float32)) for name, t in draw(20).items()}
-    found = explicit(x, torch.randn_like(x["v"]), None)
-    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
-        name: (t.dtype, t.shape) for name, t in x.items()
-    }
-
-
-def test_no_token() -> None:
-    x = draw(0)
-    dht = torch.randn_like(x["initial_state"])
-    found = explicit(x, x["v"], dht)
-    assert found["q"].shape == (2, 0, 2, 8) and torch.equal(found["initial_state"], dht)
 
 
 # Levels

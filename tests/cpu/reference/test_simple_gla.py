@@ -1,8 +1,7 @@
-"""Scalar decay beyond what every operator has: value heads, states with V first, the explicit backward."""
+"""Scalar decay beyond what every operator has: value heads, states with V first, decays per head."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from tfla_tk import reference
 Check = Callable[..., None]
 
 FORMS = ["recurrent", "parallel", "chunkwise"]
-HEADS = [(2, 2), (2, 6), (1, 4)]
 
 
 def draw(length: int, heads: tuple[int, int], batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
@@ -75,51 +73,6 @@ def test_states_with_v_first(form: str, assert_close: Check) -> None:
     assert_close(last_turned.mT, last)
 
 
-def autograd(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    """Gradients of the recurrence."""
-    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
-    o, last = run("recurrent", **leaves, **options, output_final_state=True)
-    assert last is not None
-    loss = (o * do).sum() + (0 if dht is None else (last * dht).sum())
-    names = ("q", "k", "v", "g", "initial_state")
-    return dict(zip(names, torch.autograd.grad(loss, [leaves[n] for n in names]), strict=True))
-
-
-def explicit(x: dict[str, Tensor], do: Tensor, dht: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    grads = reference.simple_gla_backward(
-        x["q"], x["k"], x["v"], x["g"], do, dht, initial_state=x["initial_state"], **options
-    )
-    return dict(zip(("q", "k", "v", "g", "initial_state"), grads, strict=True))
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(("length", "chunk_size"), [(1, 64), (63, 16), (65, 64), (100, 7), (100, 128)])
-@pytest.mark.parametrize("with_last", [False, True], ids=["o", "o_and_state"])
-def test_explicit_gradients(
-    heads: tuple[int, int], length: int, chunk_size: int, with_last: bool, assert_close: Check
-) -> None:
-    x = draw(length, heads)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"]) if with_last else None
-    actual = explicit(x, do, dht, scale=0.3, chunk_size=chunk_size)
-    assert_close(actual, autograd(x, do, dht, scale=0.3))
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 1, 37, 37, 100], [0, 100]])
-def test_explicit_gradients_of_packed_sequences(offsets: list[int], assert_close: Check) -> None:
-    x = draw(100, (2, 4), batch=1, rows=len(offsets) - 1)
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    actual = explicit(x, do, dht, cu_seqlens=cu_seqlens, chunk_size=16)
-    assert_close(actual, autograd(x, do, dht, cu_seqlens=cu_seqlens))
-
-
-def test_explicit_gradients_with_v_first(assert_close: Check) -> None:
-    x = draw(70, (2, 4))
-    x["initial_state"] = x["initial_state"].mT.contiguous()
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    assert_close(explicit(x, do, dht, state_v_first=True), autograd(x, do, dht, state_v_first=True))
-
-
 def test_gradient_of_the_decay_per_head(assert_close: Check) -> None:
     """That of g_gamma is the sum of dg over batch and tokens."""
     x = draw(70, (2, 4))
@@ -132,28 +85,3 @@ def test_gradient_of_the_decay_per_head(assert_close: Check) -> None:
         x["q"], x["k"], x["v"], None, do, g_gamma=g_gamma.detach(), initial_state=initial
     )
     assert_close(found.dg.sum((0, 1)), expected)
-
-
-@pytest.mark.parametrize("decay", [0.0, -50.0, -1e4, -math.inf])
-def test_explicit_gradients_of_extreme_decay(decay: float, assert_close: Check) -> None:
-    x = draw(40, (2, 2))
-    x["g"][:, 7:23:5] = decay
-    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    actual, expected = explicit(x, do, dht, chunk_size=16), autograd(x, do, dht)
-    assert_close(actual, expected)
-
-
-def test_gradients_have_the_dtypes_of_their_inputs() -> None:
-    x = draw(20, (2, 4))
-    dtypes = {"q": torch.bfloat16, "k": torch.bfloat16, "v": torch.bfloat16, "g": torch.float32}
-    x = {name: t.to(dtypes.get(name, torch.float32)) for name, t in x.items()}
-    found = explicit(x, torch.randn_like(x["v"]), None)
-    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in x.items()}
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in x.items()}
-
-
-def test_no_token() -> None:
-    x = draw(0, (2, 4))
-    dht = torch.randn_like(x["initial_state"])
-    found = explicit(x, x["v"], dht)
-    assert found["q"].shape == (2, 0, 2, 8) and torch.equal(found["initial_state"], dht)

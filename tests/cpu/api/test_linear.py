@@ -1,0 +1,329 @@
+"""Every operator in [B, T, H, D]: results and gradients, which calls its kernels get, its registered ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tfla_tk import UnsupportedError, doctor, which
+
+from .families import FAMILIES, GATED, GLA, INTRA, RAW, SIMPLE_GLA, STATE, UNGATED, Family
+from .linear import Inputs, assert_same, gradients, leaves
+from .linear_checks import (
+    assert_autocast,
+    assert_dtypes,
+    assert_final_state_is_a_copy,
+    assert_final_state_may_change,
+    assert_packs_sequences,
+    assert_pads_head_dims,
+    assert_profiles_show_what_runs,
+)
+
+OFFSETS = torch.tensor([0, 5, 5, 40])
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+@pytest.fixture
+def kernels(family: Family, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tk backend serves every call, on the CPU."""
+    return family.serve(monkeypatch)
+
+
+def of_families(*families: Family) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", families, indirect=True, ids=str)
+
+
+# What is computed
+
+
+@pytest.mark.parametrize(
+    "backend", ["auto", "reference:recurrent", "reference:parallel", "reference:chunkwise"]
+)
+@pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
+@of_families(*FAMILIES, UNGATED)
+def test_forms_agree_with_the_recurrence(family: Family, backend: str, heads: tuple[int, int]) -> None:
+    x = family.draw(heads=heads)
+    expected = gradients(family.recurrent, x, scale=0.3)
+    assert_same(gradients(family.function, x, scale=0.3, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("with_cpu", [False, True])
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_packed_sequences(family: Family, dtype: torch.dtype, with_cpu: bool) -> None:
+    x = family.draw(batch=1, rows=5)
+    assert_packs_sequences(family.function, family.recurrent, x, dtype, with_cpu=with_cpu)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_without_a_token_the_final_state_is_a_copy(family: Family, v_first: bool, backend: str) -> None:
+    assert_final_state_is_a_copy(family.function, family.draw(seq=0), v_first=v_first, backend=backend)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 1, "heads": (0, 0)}, {"batch": 0}], ids=["heads", "batch"])
+def test_no_head_and_no_batch(family: Family, sizes: dict[str, Any]) -> None:
+    if family is GLA and "heads" in sizes:
+        sizes = {"batch": 0, "seq": 0}
+    x = family.draw(**sizes)
+    o, last = family.function(**x, output_final_state=True)
+    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes(family: Family, dtype: torch.dtype) -> None:
+    assert_dtypes(family.function, family.draw(), dtype)
+
+
+def test_autocast(family: Family) -> None:
+    assert_autocast(family.function, family.draw())
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_why_tk_does_not_serve(family: Family) -> None:
+    x = family.draw()
+    choice = which(family.function, **x)
+    assert choice.backend == "reference" and list(choice.reasons) == ["tk", "triton", "reference"]
+    assert not choice.reasons["tk"].ok and choice.reasons["tk"].remedy
+    with pytest.raises(UnsupportedError, match=f"{family.function.__name__} on backend 'tk': "):
+        family.function(**x, backend="tk")
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_unknown_variants(family: Family) -> None:
+    for backend, expected in (
+        ("reference:fast", r"'reference:chunkwise' or .* got 'reference:fast'"),
+        ("triton:xl", "backend: expected 'triton' or 'triton:fla', got 'triton:xl'"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            family.function(**family.draw(), backend=backend)
+
+
+# The path of the kernels
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_get_what_they_read(family: Family, kernels: Any, v_first: bool, packed: bool) -> None:
+    x = family.draw(batch=1, rows=3 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": OFFSETS} if packed else {}
+    shape = x["initial_state"].shape
+    if v_first:
+        x["initial_state"] = x["initial_state"].mT.contiguous()
+    options["state_v_first"] = v_first
+    expected = gradients(family.function, x, **options, backend="reference:recurrent")
+    found = gradients(family.function, x, **options, backend="tk")
+    assert kernels.calls == ["forward, kept", "backward, kept"]
+    assert_same(found, expected)
+    assert kernels.read()[3].shape == shape
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dims", [(20, 25), (16, 9), (60, 32)], ids="{0[0]}_{0[1]}".format)
+def test_other_head_dims_are_padded(
+    family: Family, kernels: Any, dims: tuple[int, int], compiled: bool
+) -> None:
+    assert_pads_head_dims(family.function, family.draw(dims=dims), kernels.read, compiled=compiled)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_plain_calls_go_to_the_kernels_and_others_to_the_op(
+    family: Family, kernels: Any, with_grad: bool
+) -> None:
+    x = leaves(family.draw()) if with_grad else family.draw()
+    family.function(**x)
+    assert kernels.calls == (["forward, kept"] if with_grad else ["forward"])
+    with FlopCounterMode(display=False) as counter:
+        o, _ = family.function(**x)
+        if with_grad:
+            o.sum().backward()
+    assert len(kernels.calls) == 1  # the op's CPU code
+    of_state = family.state_flops[with_grad] * STATE
+    per_token = 4 * INTRA + of_state if with_grad else INTRA + of_state
+    assert counter.get_total_flops() == 2 * 40 * x["v"].shape[2] * per_token
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_a_profile_shows_the_kernels_that_run_without_it(family: Family, kernels: Any) -> None:
+    assert_profiles_show_what_runs(family.function, family.draw(), kernels.calls, family.op)
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_plans_are_kept_by_what_matters(family: Family, kernels: Any) -> None:
+    x = family.draw()
+    for _ in range(3):
+        family.function(**x)
+    assert len(family.path.plans) == 1
+    family.function(**x, scale=1.0)
+    family.function(**x | {"v": x["v"].transpose(0, 1).contiguous().transpose(0, 1)})
+    family.function(**leaves(x))
+    assert len(family.path.plans) == 4
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_gates_that_need_no_gradient_get_none(family: Family, kernels: Any) -> None:
+    x = family.draw()
+    x["q"].requires_grad_()
+    family.function(**x)[0].sum().backward()
+    g = x["g"].clone().requires_grad_()
+    family.function(**x | {"g": g})[0].sum().backward()
+    assert kernels.needs_gates == [False, True] and g.grad is not None
+
+
+@of_families(GLA, GATED, RAW)
+def test_a_final_state_that_is_overwritten(family: Family, kernels: Any) -> None:
+    assert_final_state_may_change(family.function, family.draw())
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_an_initial_state_that_is_overwritten_keeps_the_gradient(family: Family, kernels: Any) -> None:
+    """As a cache of states is."""
+    x = family.draw()
+    cache = x.pop("initial_state")
+    q = x["q"].requires_grad_()
+    (expected,) = torch.autograd.grad(family.function(**x, initial_state=cache.clone())[0].sum(), q)
+    o, _ = family.function(**x, initial_state=cache)
+    cache.zero_()
+    assert torch.equal(torch.autograd.grad(o.sum(), q)[0], expected)
+
+
+def test_checkpointing_and_hooks(family: Family, kernels: Any) -> None:
+    x = leaves(family.draw())
+    expected = torch.autograd.grad(family.function(**x)[0].square().sum(), list(x.values()))
+    o, _ = checkpoint(lambda: family.function(**x), use_reentrant=False)
+    found = torch.autograd.grad(o.square().sum(), list(x.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    if family.op == "delta_rule":  # which makes again what is kept
+        again = ["forward, kept"] * 2
+        assert kernels.calls == ["forward, kept", "backward, kept", *again, "backward, kept"]
+
+
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_double_backward_and_forward_mode(family: Family, kernels: Any) -> None:
+    x = leaves(family.draw(seq=10))
+    o, _ = family.function(**x)
+    (dq,) = torch.autograd.grad(o.square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"double backward of {family.told} .* backend='reference'"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match=f"{family.op}_fwd has no forward-mode derivative .*reference"):
+        torch.func.jvp(lambda q: op(family, {**x, "q": q}), (x["q"].detach(),), (x["q"].detach(),))
+
+    # under "auto" the reference serves both
+    def run(q: Tensor) -> Tensor:
+        return family.function(**{**x, "q": q, "initial_state": None})[0]
+
+    q = x["q"].detach()
+    torch.testing.assert_close(torch.func.jvp(run, (q,), (q,))[1], run(q))
+    o, _ = family.function(**x, backend="reference")
+    (dq,) = torch.autograd.grad(o.square().sum(), x["q"], create_graph=True)
+    dq.sum().backward()
+
+
+def op(family: Family, x: Inputs) -> Tensor:
+    """o of the registered op, of plain inputs."""
+    registered = getattr(torch.ops.tfla_tk, f"{family.op}_fwd")
+    arguments = registered.default._schema.arguments
+    plain = {"scale": 0.25, "output_final_state": False}
+    of_flag = {name: False for name in ("batch_invariant", "qk_l2norm", "beta_sigmoid", "neg_eigval")}
+    given = plain | of_flag | {name: t.detach() if name != "q" else t for name, t in x.items()}
+    found: Tensor = registered(*(given.get(argument.name) for argument in arguments))[0]
+    return found
+
+
+def test_doctor_tells(family: Family, kernels: Any) -> None:
+    for name in family.public:
+        for use in doctor._choices(name).values():
+            assert use["backend"] == "tk", use
+
+
+# The registered ops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+@of_families(SIMPLE_GLA, GLA, RAW)
+def test_compile(family: Family, kernels: Any, packed: bool, backend: str) -> None:
+    x = family.draw(batch=1, rows=3 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": OFFSETS} if packed else {}
+    compiled = torch.compile(family.function, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, x, **options, backend=backend)
+    assert_same(found, gradients(family.recurrent, x, **options))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_compile_with_sizes_as_symbols(family: Family, kernels: Any, backend: str) -> None:
+    """Tokens, heads, groups, head dims and the scale: one graph serves another size."""
+    compiled = torch.compile(family.function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seq, heads, dims, scale in ((40, (2, 4), (16, 32), 0.3), (56, (3, 9), (24, 8), 0.7)):
+        x = family.draw(seq=seq, heads=heads, dims=dims)
+        expected = gradients(family.recurrent, x, scale=scale)
+        assert_same(gradients(compiled, x, scale=scale, backend=backend), expected)
+    torch._dynamo.reset()
+
+
+@of_families(SIMPLE_GLA, GLA, UNGATED)
+def test_export(family: Family) -> None:
+    """Packed sequences: the exported program reads the offsets when it runs."""
+    x = family.draw(batch=1)
+    del x["initial_state"]
+
+    class Model(torch.nn.Module):
+        def forward(self, cu_seqlens: Tensor, *tensors: Tensor) -> Tensor:
+            given = dict(zip(x, tensors, strict=True))
+            return family.function(**given, cu_seqlens=cu_seqlens, backend="reference")[0]
+
+    program = torch.export.export(Model(), (torch.tensor([0, 7, 40]), *x.values())).module()
+    offsets = torch.tensor([0, 20, 40])
+    torch.testing.assert_close(program(offsets, *x.values()), Model()(offsets, *x.values()))
+
+
+def test_fake_and_meta_tensors(family: Family) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = family.draw(batch=1, rows=2)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(t) for name, t in x.items()}
+        offsets = mode.from_tensor(torch.tensor([0, 5, 40]))
+        o, last = family.function(**fake, cu_seqlens=offsets, output_final_state=True)
+    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+    meta = {name: t.to("meta") for name, t in x.items()}
+    o, last = family.function(**meta, cu_seqlens=torch.zeros(3, device="meta", dtype=torch.int32))
+    assert o.shape == x["v"].shape and o.device.type == "meta" and last is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_vmap(family: Family, kernels: Any, packed: bool) -> None:
+    """One call over a batch of calls: results and gradients of each."""
+    x = family.draw(batch=1, seq=20, rows=2 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
+    options["output_final_state"] = True
+    names = ("q", "g", "initial_state")
+    q, state = torch.stack([x["q"], 2 * x["q"], -x["q"]]), x["initial_state"]
+    gates = torch.stack([x["g"], 2 * x["g"], 3 * x["g"]], dim=1)
+
+    def run(*tensors: Tensor) -> Tensor:
+        o, last = family.function(**x | dict(zip(names, tensors, strict=True)), **options)
+        return o.square().sum() + last.sum()
+
+    found = torch.func.vmap(torch.func.grad(run, argnums=(0, 1, 2)), (0, 1, None))(q, gates, state)
+    for j in range(3):
+        alone = leaves(dict(zip(names, (q[j], gates[:, j], state), strict=True)))
+        o, last = family.recurrent(**x | alone, **options)
+        expected = torch.autograd.grad(o.square().sum() + last.sum(), list(alone.values()))
+        for actual, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual[j], want)
