@@ -76,7 +76,7 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
     length = cut(1, tokens, ctas, multiprocessors, costs).chunks
     if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
         return Cut(sequences, tokens // CHUNK + 1)
-    return Cut(sequences + tokens // (length * CHUNK), length)
+    return cut_into(sequences, tokens, length, packed=True)
 
 
 def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
@@ -85,18 +85,15 @@ def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
     Args:
         tokens: of each sequence, or of all packed ones together.
     """
-    if packed:
-        return Cut(sequences + tokens // (INVARIANT_CHUNKS * CHUNK), INVARIANT_CHUNKS)
-    count = max(1, -(-tokens // (INVARIANT_CHUNKS * CHUNK)))
-    return Cut(sequences * count, INVARIANT_CHUNKS)
+    return cut_into(sequences, tokens, INVARIANT_CHUNKS, packed=packed)
 
 
-def lengthened(cut: Cut, sequences: int, tokens: int, *, packed: bool) -> Cut:
-    """The cut into segments of one chunk more."""
-    length = (cut.chunks + 1) * CHUNK
+def cut_into(sequences: int, tokens: int, chunks: int, *, packed: bool) -> Cut:
+    """The cut into segments of so many chunks. Other arguments as of `cut_invariant`."""
+    length = chunks * CHUNK
     if packed:
-        return Cut(sequences + tokens // length, cut.chunks + 1)
-    return Cut(sequences * -(-tokens // length), cut.chunks + 1)
+        return Cut(sequences + tokens // length, chunks)
+    return Cut(sequences * max(1, -(-tokens // length)), chunks)
 
 
 def waves_of(ctas: int, multiprocessors: int) -> int:

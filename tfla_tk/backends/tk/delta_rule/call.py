@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
 from tfla_tk.backends.tk.operands import (
@@ -18,7 +19,7 @@ from tfla_tk.backends.tk.operands import (
     memory_rate,
     multiprocessors,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Scratch
+from tfla_tk.backends.tk.prepared import Addresses, Launch, Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import (
     CHUNK,
@@ -111,10 +112,7 @@ class Shape(_Sizes):
 
     def cut_into(self, chunks: int) -> Cut:
         """The cut into segments of so many chunks."""
-        tokens = chunks * CHUNK
-        if self.packed:
-            return Cut(self.sequences + self.seq // tokens, chunks)
-        return Cut(self.sequences * max(-(-self.seq // tokens), 1), chunks)
+        return segments.cut_into(self.sequences, self.seq, chunks, packed=self.packed)
 
     @property
     def carried(self) -> int:
@@ -324,7 +322,9 @@ class Places(NamedTuple):
         q, k, gates: of the call; gates: the log decay and beta.
         writes: those that the forward has kept.
         do, dht: the gradients of the output, and of the final state, 0 for none.
-        dq, dk, dv, dg: the results; dg is None where it is not wanted.
+        dq, dk: the results, or what `combining` makes them of.
+        combining: the launch behind the walks that does so, if there is one.
+        dv, dg: the results; dg is None where it is not wanted.
         dh0: that of the initial state, 0 for none.
         strengths: sums for dbeta.
     """
@@ -337,6 +337,7 @@ class Places(NamedTuple):
     dht: int
     dq: Operand
     dk: Operand
+    combining: list[Launch]
     dv: Operand
     dg: Gate | None
     dh0: int

@@ -46,10 +46,6 @@ def launch_gradients(
             kernel.carry(of, carried_at, leads, left.maps, True),
         ]  # fmt: skip
     heads = shape.batch * shape.heads
-    dq, dk = places.dq, places.dk
-    if shape.combines:
-        itemsize = FLOAT if shape.sums_floats else core.q.itemsize
-        dq, dk = (scratch.take_dense(shape.partial, itemsize) for _ in range(2))
     turns = scratch.take((1 + heads * shape.slots) * torch.int32.itemsize) if shape.sums_floats else 0
     token_sums = flows = 0
     if places.dg is not None:
@@ -57,13 +53,12 @@ def launch_gradients(
         flows = scratch.take(DELTA_KEYS_WARPS * shape.value_slices * heads * shape.slots * FLOAT)
     launches.append(
         kernel.gradients(
-            of, q, k, places.do, writes, dq, dk, turns, places.dv, *gates, left.matrices, left.states,
-            places.dht, places.dh0, carried_at, leads, places.strengths, token_sums, flows, core.scale,
+            of, q, k, places.do, writes, places.dq, places.dk, turns, places.dv, *gates, left.matrices,
+            left.states, places.dht, places.dh0, carried_at, leads, places.strengths, token_sums, flows,
+            core.scale,
         )
     )  # fmt: skip
-    if shape.combines:
-        of_parts = shape.of_parts.with_offsets(0)
-        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, shape.sums_floats))
+    launches += places.combining
     if places.dg is not None:
         of_chunks = shape.with_offsets(at.cu_seqlens, shape.cut_into(DELTA_DECAY_CHUNKS))
         launches.append(kernel.decay(of_chunks, shape.slots, gates[0], places.dg, token_sums, flows))

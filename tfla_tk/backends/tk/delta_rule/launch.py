@@ -315,6 +315,12 @@ class Walks:
         scratch = Scratch(addresses.next())
         parts = shape.strength_parts
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
+        of_walks, combining = [dq, dk], []
+        if shape.combines:
+            itemsize = _FLOAT if shape.sums_floats else core.q.itemsize
+            of_walks = [scratch.take_dense(shape.partial, itemsize) for _ in range(2)]
+            of_parts = shape.of_parts.with_offsets(0)
+            combining = [kernel.combine(of_parts, *of_walks, dq, dk, shape.sums_floats)]
         places = Places(
             q=operand_at(at.q, core.q),
             k=operand_at(at.k, core.k),
@@ -322,8 +328,9 @@ class Walks:
             writes=operand_at(left.writes, torch.empty(core.v.shape, device="meta")),
             do=operand_at(do_at, do),
             dht=dht_at,
-            dq=dq,
-            dk=dk,
+            dq=of_walks[0],
+            dk=of_walks[1],
+            combining=combining,
             dv=dv,
             dg=None if g is None else gate_at(dg_at, torch.empty_like(g, device="meta")),
             dh0=dh0_at,

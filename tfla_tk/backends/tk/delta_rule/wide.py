@@ -80,14 +80,10 @@ def launch_wide(
         shape.matrices_at(left.matrices, 0)[:2], places.strengths, places.dht, places.dh0,
         0, 0, d_borders, core.scale, shape.mirror_walkers,
     )  # fmt: skip
-    # the walks over the states leave the results, or parts of them that are added up
-    dq, dk = places.dq, places.dk
-    if shape.combines:
-        dq, dk = (scratch.take_dense(shape.partial, core.q.itemsize) for _ in range(2))
     part_of_dk = scratch.take_dense(shape.partial, core.q.itemsize)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
     low_at = scratch.take(kernel.low_bytes(of, shape.shared))
-    operands = q, k, writes, places.do, places.dv, dq, part_of_dk, dk, *gates
+    operands = q, k, writes, places.do, places.dv, places.dq, part_of_dk, places.dk, *gates
     dg = places.dg
     sums, of_walks, last_at, dh0_at = None, [(0, 0, 0, 0)] * 2, 0, 0
     if dg is not None:
@@ -117,7 +113,4 @@ def launch_wide(
                 (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
             )
         )  # fmt: skip
-    if shape.combines:
-        of_parts = shape.of_parts.with_offsets(0)
-        launches.append(kernel.combine(of_parts, dq, dk, places.dq, places.dk, False))
-    return launches
+    return launches + places.combining

@@ -6,7 +6,6 @@ Most calls of a process are like an earlier one but for the addresses: a `Forwar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +18,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.backends.tk.prepared import Addresses, Scratch
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
@@ -212,9 +211,10 @@ class Forward:
                 tk_walks.FLOAT * count,
                 tk_walks.FLOAT * count * dim_qk,
             )
-            of_units, of_norms, size = itertools.accumulate(map(tk_walks.aligned, sizes_left))
+            in_left = Scratch(0)
+            _, of_units, of_norms = map(in_left.take, sizes_left)
             self._left = cut, (of_units, of_norms)
-            self._left_size = -(-size // q.itemsize)
+            self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = Addresses()
         operands = [

@@ -191,7 +191,7 @@ def cut_sequences(
     if not is_narrow(*dims) or cut.segments == sequences or cut.chunks % STATE_CHUNKS == 0:
         return cut
     # a segment begins with a state of the forward's
-    return segments.lengthened(cut, sequences, seq, packed=packed)
+    return segments.cut_into(sequences, seq, cut.chunks + 1, packed=packed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,7 +224,7 @@ def make_plan(
     narrow = is_narrow(dim_qk, dim_v)
     own_states = 0 if states_given or narrow else boundaries
     has_rows = normalize and (narrow or boundaries > 0 or batch_invariant)
-    row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
+    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
     of_dv, tile = tiles_of(dim_qk, dim_v)
     _, dots_slice = of_dv
     dot_slices = -(-dim_v // dots_slice)
@@ -261,7 +261,7 @@ def make_plan(
         workspace=workspace_bytes,
         tickets=2 * INT if parts > 1 else 0,
     )
-    *offsets, size = itertools.accumulate(map(aligned, taken), initial=0)
+    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
     return Plan(
         narrow,
         of_dv,
@@ -284,6 +284,5 @@ def _parts(dim_v: int) -> int:
     return -(-dim_v // PART_COLUMNS)
 
 
-def aligned(size: int) -> int:
-    """Bytes of an allocation's part, so that the next one may have any alignment."""
+def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
