@@ -26,7 +26,6 @@ from tfla_tk.core.errors import UnsupportedError
 
 _BASELINES = ("mlstm_kernels", "fla-core", "flash-linear-attention", "flash-qla", "mamba-ssm")
 _NAMES = {"triton": "Triton", "reference": "the PyTorch reference"}
-_DECODING = ("_step", "_sequence")  # ends of the names of operators whose kernels have no gradients
 _ON_TRITON = ("fla-core", "flash-linear-attention")
 LIBRARIES = ("torch", "triton", "einops", *_BASELINES, "xlstm", "transformers", "matplotlib")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
@@ -204,6 +203,11 @@ def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
     return {"backend": choice.backend, "reasons": reasons}
 
 
+def _decodes(name: str) -> bool:
+    """Whether an operator is for decoding, where gradients are not what counts."""
+    return name.startswith("fused_recurrent_") or name.endswith(("_step", "_sequence"))
+
+
 def _verdict(found: dict[str, Any]) -> str:
     """In one sentence what serves the operators, and where it is not the kernels what they lack."""
     operators = found["operators"]
@@ -213,7 +217,7 @@ def _verdict(found: dict[str, Any]) -> str:
     others = [
         name
         for name, uses in operators.items()
-        for use in (["inference"] if name.endswith(_DECODING) else uses)
+        for use in (["inference"] if _decodes(name) else uses)
         if uses[use].get("backend") != "tk"
     ]
     backends = {choice["backend"] for choice in known}
@@ -302,6 +306,11 @@ def _channel_gated_example(requires_grad: bool) -> list[Tensor]:
     return [q, k, v, torch.zeros(q.shape, device=q.device).requires_grad_(requires_grad)]
 
 
+def _one_token(example: Callable[[bool], list[Tensor]], count: int = 4) -> Callable[[bool], list[Tensor]]:
+    """The first `count` arguments of an example with one token."""
+    return lambda requires_grad: [x[:, :1] for x in example(requires_grad)[:count]]
+
+
 EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
     "chunk_delta_rule": _delta_example,
     "chunk_gated_delta_rule": _gated_delta_example,
@@ -309,6 +318,11 @@ EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
     "chunk_lightning_attn": _lightning_example,
     "chunk_retention": _linear_example,
     "chunk_simple_gla": _gated_example,
+    "fused_recurrent_delta_rule": _one_token(_delta_example),
+    "fused_recurrent_gated_delta_rule": _one_token(_gated_delta_example),
+    "fused_recurrent_gla": _one_token(_channel_gated_example),
+    "fused_recurrent_retention": _one_token(_linear_example),
+    "fused_recurrent_simple_gla": _one_token(_gated_example),
     "mlstm_chunkwise": _mlstm_example,
     "mlstm_siging_chunkwise": _mlstm_example,
     "mlstm_step": _with_m(_step_example),

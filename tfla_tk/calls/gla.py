@@ -46,20 +46,22 @@ def check_gla(
     scale: Any,
     output_final_state: Any,
     state_v_first: Any,
+    gate: str = "g",
 ) -> LinearCall:
     """Check one call of gated linear attention and describe it; its gate is "channel".
 
     Args:
-        g: [B, T, H, K]. others: as the public function has them; v has the heads of q.
+        g: [B, T, H, K]. gate: its name in messages.
+        others: as the public function has them; v has the heads of q.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
         ValueError: wrong rank, shape, device or value.
     """
     operands = check_operands(q, k, v, grouped=False)
-    check_tensor("g", g, 4, "[B, T, H, K]")
-    check_shape("g", g, tuple(q.shape), "[B, T, H, K] of q")
-    check_device("g", g, q.device)
+    check_tensor(gate, g, 4, "[B, T, H, K]")
+    check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")
+    check_device(gate, g, q.device)
     frame = check_frame(
         q,
         operands,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.backends.reference.common import has_no_values, supports_form
+from tfla_tk.backends.reference.common import form_of, has_no_values, supports_form
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import Support
@@ -24,7 +24,7 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     Args:
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    form = variant or "chunkwise"
+    form = form_of(call, variant)
     *inputs, cu_seqlens, cu_seqlens_cpu = tensors
     if has_no_values(cu_seqlens):
         return ops.packed_delta_rule(call, form, tensors)

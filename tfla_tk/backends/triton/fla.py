@@ -39,6 +39,11 @@ FLA_OPS = {
     "chunk_lightning_attn": "fla.ops.lightning_attn",
     "chunk_delta_rule": "fla.ops.delta_rule",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "fused_recurrent_gla": "fla.ops.gla",
+    "fused_recurrent_simple_gla": "fla.ops.simple_gla",
+    "fused_recurrent_retention": "fla.ops.retention",
+    "fused_recurrent_delta_rule": "fla.ops.delta_rule",
+    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
 }
 
 # those whose backward fla refuses on Hopper with some versions of Triton
@@ -144,22 +149,22 @@ def simple_gla(
     cu_seqlens_cpu: MaybeTensor,
 ) -> tuple[Tensor, MaybeTensor]:
     """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
-    return call_fla(
-        "chunk_simple_gla",
-        call.device,
-        q,
-        k,
-        v,
-        g,
-        None if g_gamma is None else g_gamma.float(),
-        scale=call.scale,
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=call.output_final_state,
-        state_v_first=call.state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_size=call.chunk_size,
-    )
+    options = common_options(call, initial_state, cu_seqlens) | {"state_v_first": call.state_v_first}
+    g_gamma = None if g_gamma is None else g_gamma.float()
+    if call.goes_by_token():
+        return call_fla("fused_recurrent_simple_gla", call.device, q, k, v, g, g_gamma, **options)
+    options |= {"cu_seqlens_cpu": cu_seqlens_cpu, "chunk_size": call.chunk_size}
+    return call_fla("chunk_simple_gla", call.device, q, k, v, g, g_gamma, **options)
+
+
+def common_options(call: LinearCall, initial_state: MaybeTensor, cu_seqlens: MaybeTensor) -> dict[str, Any]:
+    """What every function of fla's takes beside its operands and gates."""
+    return {
+        "scale": call.scale,
+        "initial_state": None if initial_state is None else initial_state.float(),
+        "output_final_state": call.output_final_state,
+        "cu_seqlens": cu_seqlens,
+    }
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tfla_tk.backends.triton.fla import (
     FLA_OPS,
     call_fla,
+    common_options,
     refusal_of_call,
     too_many_heads,
     uneven_heads,
@@ -26,11 +27,11 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     """Whether fla serves the call correctly; ValueError for a variant but "fla"."""
     op = _op(call)
     found = [refusal_of_call(op, call, variant)]
-    if op == "chunk_delta_rule":
+    if call.gate == "none":
         found.append(uneven_heads(call))
     if call.dim_qk > _MOST_KEYS:
         found.append(Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference"))
-    gated = op == "chunk_gated_delta_rule"
+    gated = call.gate != "none"
     return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
 
 
@@ -46,17 +47,11 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
     q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    options: dict[str, Any] = {
-        "scale": call.scale,
-        "initial_state": None if initial_state is None else initial_state.float(),
-        "output_final_state": call.output_final_state,
-        "use_qk_l2norm_in_kernel": call.qk_l2norm,
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_cpu": cu_seqlens_cpu,
-        "chunk_size": call.chunk_size,
-    }
+    options = common_options(call, initial_state, cu_seqlens) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
+    if not call.goes_by_token():
+        options |= {"cu_seqlens_cpu": cu_seqlens_cpu, "chunk_size": call.chunk_size}
     op = _op(call)
-    if op == "chunk_delta_rule":
+    if call.gate == "none":
         return call_fla(op, call.device, q, k, v, beta, **options)
     options |= {
         "use_beta_sigmoid_in_kernel": call.beta_sigmoid,
@@ -65,9 +60,10 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     }
     if call.gate == "raw":
         options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
-    return call_fla(op, call.device, q, k, v, g, beta, **options)
+    return call_fla(op, call.device, q, k, v, g=g, beta=beta, **options)
 
 
 def _op(call: DeltaRuleCall) -> str:
     """The name of fla's function."""
-    return "chunk_delta_rule" if call.gate == "none" else "chunk_gated_delta_rule"
+    rule = "delta_rule" if call.gate == "none" else "gated_delta_rule"
+    return f"fused_recurrent_{rule}" if call.goes_by_token() else f"chunk_{rule}"

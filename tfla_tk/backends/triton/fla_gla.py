@@ -7,6 +7,7 @@ from torch import Tensor
 from tfla_tk.backends.triton.fla import (
     FLA_OPS,
     call_fla,
+    common_options,
     refusal_of_call,
     too_many_heads,
     verdict_on_gradients,
@@ -42,17 +43,7 @@ def gla(
     cu_seqlens_cpu: MaybeTensor,
 ) -> tuple[Tensor, MaybeTensor]:
     """o [B, T, H, V] and the final state in fp32, None unless asked for."""
-    return call_fla(
-        _OP,
-        call.device,
-        q,
-        k,
-        v,
-        g,
-        scale=call.scale,
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=call.output_final_state,
-        state_v_first=call.state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
+    options = common_options(call, initial_state, cu_seqlens) | {"state_v_first": call.state_v_first}
+    if call.goes_by_token():
+        return call_fla("fused_recurrent_gla", call.device, q, k, v, g, **options)
+    return call_fla(_OP, call.device, q, k, v, g, cu_seqlens_cpu=cu_seqlens_cpu, **options)
