@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import MAX_DIM_QK, Launcher
+from tfla_tk.build.instances import MAX_DIM_QK, RECURRENT_TOKENS, Launcher
 from tfla_tk.core import layout
 
 EXPECTED: dict[str, Any] = {
@@ -23,6 +23,7 @@ EXPECTED: dict[str, Any] = {
     "ADDRESS_BITS": layout.ADDRESS_BITS,
     "MAX_KEYS": MAX_DIM_QK,
     "MAX_SLICES": layout.MAX_SLICES,
+    "MOST_TOKENS": RECURRENT_TOKENS,
 }
 
 

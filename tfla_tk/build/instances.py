@@ -23,6 +23,9 @@ MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
+# head dims of keys, and tokens of one launch, of the other operators token by token
+RECURRENT_KEYS = (64, 96, 128, 256)
+RECURRENT_TOKENS = 4
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
@@ -95,6 +98,7 @@ DECODING = Launcher(
     (),
     (*_EVERY, "MAX_KEYS", "MAX_SLICES"),
 )
+RECURRENT = Launcher("recurrent", "decode/launcher.cu", "decode/launcher.cpp", (), (*_EVERY, "MOST_TOKENS"))
 # has the kernels of the gates' gradients, too, with a scalar decay
 DELTA_RULE = Launcher(
     "delta_rule",
@@ -364,6 +368,28 @@ def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance
     return Instance(name, DECODING, "scalar_gate/decode/sequence.cuh", kernels, "mlstm", dtype)
 
 
+@functools.cache
+def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim_k: int) -> Instance:
+    """One token, and a few, of the operators in [B, T, H, D].
+
+    Args:
+        state: its dtype, "fp32", "bf16" or "fp16". v_first: it is [V, K].
+        by_channel: the decay is per key channel. dim_k: one of RECURRENT_KEYS.
+    """
+    layout, decay = "v_first" if v_first else "k_first", "channel" if by_channel else "scalar"
+    write = "delta" if delta_rule else "plain"
+    of = f"Layout::{layout}, {_STATE_TYPES[state]}, Decay::{decay}, Write::{write}, {dim_k}"
+    kernels = tuple(f"decode_kernel<Config<{of}, {tokens}>>" for tokens in (1, RECURRENT_TOKENS))
+    name = f"recurrent_{layout}_{decay}_{write}_k{dim_k}_{state}"
+    dtype = "" if state == "fp32" else state
+    return Instance(name, RECURRENT, "decode/kernel.cuh", kernels, "decode", dtype)
+
+
+def recurrent_columns(dim_k: int, v_first: bool) -> int:
+    """The columns of V that these take together: V is a multiple."""
+    return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
+
+
 def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:
     dtype = "" if half is None else _DTYPES[half]
     name = f"delta_{name}{dtype and f'_{dtype}'}"
@@ -553,6 +579,13 @@ def shipped_instances() -> tuple[Instance, ...]:
             for t in SEQUENCE_TILES
             for states in _STATES
             for fp32 in (False, True)
+        ),
+        *(
+            recurrent(state, v_first, by_channel, delta_rule, dim_k)
+            for state in _STATE_TYPES
+            for v_first in (False, True)
+            for by_channel, delta_rule in ((False, False), (False, True), (True, False))
+            for dim_k in RECURRENT_KEYS
         ),
     )
 

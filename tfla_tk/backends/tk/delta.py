@@ -16,17 +16,34 @@ Neither may import tfla_tk.ops or this module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.backends.tk.delta_rule.support import NATIVE, load, supports_delta_rule
+from tfla_tk.backends.tk import recurrent
+from tfla_tk.backends.tk.delta_rule import support
+from tfla_tk.backends.tk.delta_rule.support import NATIVE
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_plain
+from tfla_tk.core.support import Support
 from tfla_tk.ops import delta_rule as ops
+from tfla_tk.ops import recurrent as recurrent_ops
 
 __all__ = ["delta_rule", "load", "prepare_delta_rule", "supports_delta_rule"]
+
+
+def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
+    """Whether the kernels serve a call; ValueError for a variant."""
+    if recurrent.serves(call):
+        return recurrent.supports(call, variant)
+    return support.supports_delta_rule(call, variant)
+
+
+def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Support:
+    """Load the kernels of a call that is supported, for its gradients too."""
+    return recurrent.load(call) if recurrent.serves(call) else support.load(kernel, call, variant)
 
 
 def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
@@ -35,6 +52,8 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     Args:
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
+    if recurrent.serves(call):
+        return _step(call, *tensors)
     return ops.delta_rule(call, NATIVE, tensors)
 
 
@@ -44,4 +63,10 @@ def prepare_delta_rule(
     """`delta_rule` without the op, for plain eager calls with tensors like these."""
     if not is_plain(tensors):
         return None
+    if recurrent.serves(call):
+        return partial(_step, call, direct=True)
     return ops.prepare_delta_rule(call, NATIVE, tensors)
+
+
+def _step(call: DeltaRuleCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
+    return recurrent_ops.serve(recurrent_ops.core_of(call, *tensors[:8]), direct=direct)

@@ -1,0 +1,191 @@
+// A state [K, V]: a CTA owns a slice of columns, all of it in registers.
+#pragma once
+
+#include "decode/tokens.cuh"
+
+namespace tfla_tk::decode {
+
+// Per token one reduction for S^T k and S^T q together: over a thread's rows, over the lanes of a warp by
+// shuffles, over the warps in shared memory, behind one barrier. Two sets of sums, used in turn, need no
+// second barrier.
+template <class C> struct KFirst {
+    using State = typename C::State;
+    using P = typename C::Part;
+    static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
+    static constexpr int L = P::kLanes, R = P::kRows, kSide = 32 / L;
+    static constexpr int kLoads = kMostPasses * P::kSlice / 32;  // numbers of v of a lane and token
+    static constexpr bool kDelta = C::kWrite == Write::delta;
+
+    struct Memory {
+        Tokens<C> tokens;
+        float4 keys[2][kWarps][L], queries[2][kWarps][L];  // S^T k and S^T q over a warp's rows
+    };
+
+    const DecodeParams& p;
+    Memory& memory;
+    const int passes, lane, warp, column, row, batch, head, tokens, slice, count;
+    std::int64_t out;
+    const State* from;
+    State* to;
+    std::int64_t stride;  // between two rows of a thread
+    Four<State> words[R];
+    int set = 0;
+
+    __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes)
+        : p(p),
+          memory(memory),
+          passes(passes),
+          lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32),
+          column(lane % L),
+          row(warp * kSide + lane / L),
+          batch(blockIdx.z),
+          head(blockIdx.y),
+          tokens(T == 1 ? 1 : p.tokens),
+          slice(blockIdx.x * passes * P::kSlice),
+          count(passes * P::kSlice),
+          out(start_of(p.o, batch, 0, head) + slice),
+          stride(static_cast<std::int64_t>(P::kStep) * p.dim_v) {}
+
+    __device__ inline void run() {
+        const int slot = p.slots != nullptr ? p.slots[batch] : batch;
+        // what does not depend on the slot is in flight while it is
+        RawToken<C> raw;
+        unsigned values[kLoads] = {};
+        if (warp < tokens) load_token(raw, values, warp);
+        if (slot < 0) return store_zeros();
+
+        const std::int64_t element =
+            (static_cast<std::int64_t>(head) * K + row) * p.dim_v + slice + column * 4;
+        from = static_cast<const State*>(p.before.data) + slot * p.before.slot_stride + element;
+        to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
+        load_state();
+#pragma unroll 1
+        for (int t = warp; t < tokens; t += kWarps) {
+            if (t != warp) load_token(raw, values, t);
+#pragma unroll
+            for (int n = 0; n < kLoads; n++)
+                if (lane + n * 32 < count)
+                    memory.tokens.v[t][lane + n * 32] = number_of(values[n], p.v.dtype);
+            raw.finish(p, memory.tokens, t, lane);
+        }
+        __syncthreads();
+
+#pragma unroll 1
+        for (int pass = 0; pass < passes; pass++) {
+            float s[R][4];
+#pragma unroll
+            for (int r = 0; r < R; r++) widen<State>(s[r], words[r]);
+            const bool more = pass + 1 < passes;
+            // NOTES: of fp32 behind the stores, since it takes the registers of s
+            if (sizeof(State) < 4 && more) load_state();
+#pragma unroll 1
+            for (int t = 0; t < tokens; t++) step(s, pass, t);
+            store_state(s);
+            out += P::kSlice;
+            if (sizeof(State) == 4 && more) load_state();
+        }
+    }
+
+    __device__ inline void load_token(RawToken<C>& raw, unsigned (&values)[kLoads], int t) {
+        raw.load(p, batch, t, head, lane);
+        const std::int64_t at = start_of(p.v, batch, t, head) + slice + lane;
+#pragma unroll
+        for (int n = 0; n < kLoads; n++)
+            if (lane + n * 32 < count) values[n] = load_bits(p.v.data, p.v.dtype, at + n * 32);
+    }
+
+    __device__ inline void store_zeros() {
+#pragma unroll 1
+        for (int t = 0; t < tokens; t++)
+#pragma unroll 1
+            for (int n = threadIdx.x; n < count; n += P::kThreads)
+                store_output(p, out + t * p.o.token_stride + n, 0.f);
+    }
+
+    __device__ inline void load_state() {
+        if (p.before.data != nullptr) {
+            const State* at = from;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                words[r] = load_four(at);
+                advance(at, stride);
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < R; r++) words[r] = {};
+        }
+        from += P::kSlice;
+    }
+
+    __device__ inline void store_state(const float (&s)[R][4]) {
+        if (p.after.data != nullptr) {
+            State* at = to;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                store_four(at, narrow<State>(s[r]));
+                advance(at, stride);
+            }
+        }
+        to += P::kSlice;
+    }
+
+    // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
+    __device__ inline void step(float (&s)[R][4], int pass, int t) {
+        const Channels<C> low(memory.tokens, t, row * R), high(memory.tokens, t, row * R + 4);
+        float x[4] = {}, y[4] = {};
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const Channels<C>& channels = r < 4 ? low : high;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if constexpr (kDelta) x[e] = __fmaf_rn(s[r][e], channels.decayed_k[r % 4], x[e]);
+                y[e] = __fmaf_rn(s[r][e], channels.decayed_q[r % 4], y[e]);
+            }
+        }
+        // a lane gets the sums of one of its four columns
+        const int mine = column * 4 + lane / 8;
+        float* const key_sums = reinterpret_cast<float*>(&memory.keys[set][0][0]);
+        float* const query_sums = reinterpret_cast<float*>(&memory.queries[set][0][0]);
+        if constexpr (kDelta) key_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
+        query_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
+        if constexpr (kDelta) __syncthreads();
+
+        float u[4];
+        widen<float>(u, *reinterpret_cast<const float4*>(&memory.tokens.v[t][pass * P::kSlice + column * 4]));
+        if constexpr (kDelta) {
+            float sum[4] = {};
+#pragma unroll
+            for (int w = 0; w < kWarps; w++) {
+                float of_warp[4];
+                widen<float>(of_warp, memory.keys[set][w][column]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) sum[e] = __fadd_rn(sum[e], of_warp[e]);
+            }
+            const float beta = memory.tokens.beta[t];
+#pragma unroll
+            for (int e = 0; e < 4; e++) u[e] = __fmul_rn(beta, __fsub_rn(u[e], sum[e]));
+        }
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const Channels<C>& channels = r < 4 ? low : high;
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                decay_and_add(s[r][e], channels.decay[r % 4], channels.k[r % 4], u[e]);
+            round_between_tokens<C>(s[r]);
+        }
+        if constexpr (!kDelta) __syncthreads();
+        if (warp == 0) {
+            float sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * P::kSlice + mine]);
+            const int e = lane / 8;
+            const float of_column = e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3];
+            store_output(p, out + t * p.o.token_stride + mine,
+                         __fmaf_rn(memory.tokens.key_query[t], of_column, sum));
+        }
+        set ^= 1;
+    }
+};
+
+}  // namespace tfla_tk::decode

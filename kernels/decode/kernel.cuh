@@ -1,0 +1,37 @@
+// One to kDecodeMostTokens tokens of a linear recurrence: the state is read once and written once.
+//
+//     1  load q, k, the gates and v; they lie in the L2 or are small
+//     2  load the state, 64 to 80 kB in flight per multiprocessor
+//     3  while it comes: norms, decays, writing strengths, to shared memory
+//     4  per token: S^T k and S^T q in one reduction, u, the new state in registers, o
+//     5  store the state
+//
+// CTAs: slices of V (a CTA may take several, one after the other), heads of v, batch entries.
+#pragma once
+
+#include "common/kernel.cuh"
+#include "decode/k_first.cuh"
+#include "decode/v_first.cuh"
+
+namespace tfla_tk::decode {
+
+struct Globals {
+    DecodeParams p;
+    int passes;
+};
+
+template <class C>
+__global__ __launch_bounds__(C::Part::kThreads,
+                             C::kCtas) void decode_kernel(const __grid_constant__ Globals g) {
+    TFLA_DEVICE_CODE {
+        if constexpr (C::kLayout == Layout::v_first) {
+            __shared__ typename VFirst<C>::Memory memory;
+            VFirst<C>(g.p, g.passes).run(memory);
+        } else {
+            __shared__ typename KFirst<C>::Memory memory;
+            KFirst<C>(g.p, memory, g.passes).run();
+        }
+    }
+}
+
+}  // namespace tfla_tk::decode

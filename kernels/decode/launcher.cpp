@@ -1,0 +1,58 @@
+// What Python calls of the launcher of the decoding kernels. Addresses are those of the tensors.
+#include "decode/params.h"
+#include "sequence/read_arguments.h"
+
+namespace tfla_tk {
+namespace {
+
+// Address, strides of batch, token and head, dtype; or None.
+Numbers read_numbers(Arguments& x) {
+    if (!x.given()) return {};
+    return {x.pointer<const void>(), x.integer(), x.integer(), x.integer(), x.dtype()};
+}
+
+// Address and dtype; or None.
+PerHead read_per_head(Arguments& x) {
+    if (!x.given()) return {};
+    return {x.pointer<const void>(), x.dtype()};
+}
+
+// Address, or 0, and the stride of slots.
+StatePool read_pool(Arguments& x) { return {x.pointer<void>(), x.integer()}; }
+
+// q, k, v, o, g, beta, A_log, dt_bias, states before, states after, dtype of the states, slots, batch, heads,
+// heads of v, K, V, tokens, scale, v_first, by_channel, delta_rule, l2norm, beta_sigmoid, beta_double,
+// device, stream.
+void launch_tokens(Arguments& x) {
+    DecodeParams p{read_numbers(x), read_numbers(x), read_numbers(x),  read_numbers(x),
+                   read_numbers(x), read_numbers(x), read_per_head(x), read_per_head(x)};
+    p.before = read_pool(x), p.after = read_pool(x), p.state_dtype = x.dtype(),
+    p.slots = x.pointer<const int>();
+    p.batch = x.number(), p.heads = x.number(), p.value_heads = x.number();
+    p.dim_k = x.number(), p.dim_v = x.number(), p.tokens = x.number(), p.scale = x.real();
+    p.v_first = x.flag(), p.by_channel = x.flag(), p.delta_rule = x.flag(), p.l2norm = x.flag();
+    p.beta_sigmoid = x.flag(), p.beta_double = x.flag(), p.device = x.number();
+    void* const stream = x.pointer<void>();
+    x.end();
+    run_decode(p, stream);
+}
+
+// K, v_first: columns of V that a launch takes together.
+std::vector<std::int64_t> columns(Arguments& x) {
+    const int dim_k = x.number();
+    return {decode_columns(dim_k, x.flag())};
+}
+
+Launcher functions() {
+    return {{{.name = "decode", .run = &launch_tokens}, {.name = "decode_columns", .tell = &columns}},
+            {{"MOST_TOKENS", kDecodeMostTokens}}};
+}
+
+}  // namespace
+}  // namespace tfla_tk
+
+const tfla_tk::Launcher* tfla_launcher() {
+    using namespace tfla_tk;
+    static const Launcher launcher = joined({functions()});
+    return &launcher;
+}

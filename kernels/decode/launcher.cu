@@ -1,0 +1,112 @@
+// Host half of the decoding kernels.
+#include <algorithm>
+#include <stdexcept>
+
+#include "common/launch.cuh"
+#include "decode/kernel.cuh"
+
+namespace tfla_tk::decode {
+
+constexpr const char* kName = "decode";
+
+template <class Run> void with_tile_of(int dim_k, Run run) { with_tile<64, 96, 128, 256>(dim_k, kName, run); }
+
+// Slices of V that a CTA takes, one after the other: more amortise what precedes them, but only where two
+// waves of CTAs are left. Results do not depend on it.
+template <class C> int passes_of(const DecodeParams& p, int slices) {
+    const std::int64_t heads = static_cast<std::int64_t>(p.batch) * p.value_heads;
+    const std::int64_t wanted = std::int64_t{2} * C::kCtas * multiprocessors_of(p.device, kName);
+    int passes = 1;
+    for (int n = 2; n <= kMostPasses; n++)
+        if (slices % n == 0 && heads * (slices / n) >= wanted) passes = n;
+    return passes;
+}
+
+template <class X> void skip(X*& data, std::int64_t elements, DType dtype) {
+    using Byte = std::conditional_t<std::is_const_v<X>, const char, char>;
+    if (data != nullptr) data = reinterpret_cast<Byte*>(data) + elements * (dtype == DType::float32 ? 4 : 2);
+}
+
+// The call from a batch entry on.
+inline DecodeParams from_entry(DecodeParams p, int entry) {
+    for (Numbers* x : {&p.q, &p.k, &p.v, &p.o, &p.g, &p.beta})
+        skip(x->data, entry * x->batch_stride, x->dtype);
+    if (p.slots != nullptr) {
+        p.slots += entry;
+    } else {
+        skip(p.before.data, entry * p.before.slot_stride, p.state_dtype);
+        skip(p.after.data, entry * p.after.slot_stride, p.state_dtype);
+    }
+    return p;
+}
+
+// A grid holds 65,535 batch entries; more take several launches.
+template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream) {
+    constexpr int kMost = 65535;
+    const int slices = p.dim_v / C::Part::kSlice, passes = passes_of<C>(p, slices);
+    for (int first = 0; first < p.batch; first += kMost) {
+        const int entries = std::min(kMost, p.batch - first);
+        launch<decode_kernel<C>>(Globals{from_entry(p, first), passes},
+                                 dim3(slices / passes, p.value_heads, entries), C::Part::kThreads, p.device,
+                                 stream, kName);
+    }
+}
+
+template <Layout kLayout, class State, Decay kDecay, Write kWrite>
+void launch_of(const DecodeParams& p, cudaStream_t stream) {
+    with_tile_of(p.dim_k, [&]<int K>() {
+        if (p.tokens == 1)
+            launch_config<Config<kLayout, State, kDecay, kWrite, K, 1>>(p, stream);
+        else
+            launch_config<Config<kLayout, State, kDecay, kWrite, K, kDecodeMostTokens>>(p, stream);
+    });
+}
+
+// Calls run<State>().
+template <class Run> void with_state(DType dtype, Run run) {
+    switch (dtype) {
+        case DType::bfloat16:
+            return run.template operator()<__nv_bfloat16>();
+        case DType::float16:
+            return run.template operator()<__half>();
+        default:
+            return run.template operator()<float>();
+    }
+}
+
+template <Layout kLayout> void launch_layout(const DecodeParams& p, cudaStream_t stream) {
+    with_state(p.state_dtype, [&]<class State>() {
+        if (p.by_channel)
+            p.delta_rule ? launch_of<kLayout, State, Decay::channel, Write::delta>(p, stream)
+                         : launch_of<kLayout, State, Decay::channel, Write::plain>(p, stream);
+        else
+            p.delta_rule ? launch_of<kLayout, State, Decay::scalar, Write::delta>(p, stream)
+                         : launch_of<kLayout, State, Decay::scalar, Write::plain>(p, stream);
+    });
+}
+
+}  // namespace tfla_tk::decode
+
+namespace tfla_tk {
+
+int decode_columns(int dim_k, bool v_first) {
+    int columns = 0;
+    decode::with_tile_of(dim_k, [&]<int K>() {
+        columns = v_first ? decode::Part<decode::Layout::v_first, K>::kSlice
+                          : decode::Part<decode::Layout::k_first, K>::kSlice;
+    });
+    return columns;
+}
+
+void run_decode(const DecodeParams& params, void* stream) {
+    if (params.tokens < 1 || params.tokens > kDecodeMostTokens)
+        throw std::invalid_argument("decode: takes 1 to " + std::to_string(kDecodeMostTokens) + " tokens");
+    if (params.dim_v % decode_columns(params.dim_k, params.v_first) != 0)
+        throw std::invalid_argument("decode: no kernel takes so many columns of V");
+    const DeviceGuard guard(params.device, decode::kName);
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.v_first ? decode::launch_layout<decode::Layout::v_first>(params, s)
+                   : decode::launch_layout<decode::Layout::k_first>(params, s);
+}
+
+}  // namespace tfla_tk

@@ -1,0 +1,60 @@
+// Arguments of the decoding kernels. This header compiles without CUDA.
+#pragma once
+
+#include "common/operand.h"
+
+namespace tfla_tk {
+
+// Numbers per batch entry, token and head, one or a row of them; strides in elements, unit stride along a
+// row.
+struct Numbers {
+    const void* data;
+    std::int64_t batch_stride, token_stride, head_stride;
+    DType dtype;
+};
+
+// A number per head of v, contiguous; null where there is none.
+struct PerHead {
+    const void* data;
+    DType dtype;
+};
+
+// The states of all heads of v: of a batch entry contiguous, [HV, V, K] or [HV, K, V]. Null: zeros before the
+// tokens, not wanted behind them.
+struct StatePool {
+    void* data;
+    std::int64_t slot_stride;  // elements from the state of a slot to that of the next
+};
+
+constexpr int kDecodeMostTokens = 4;  // of a launch
+
+// One to kDecodeMostTokens tokens of a linear recurrence. Per token and head of v:
+//
+//     S <- decay S          decay = e^g: a number, or one per key channel
+//     u = v                 or by the delta rule u = beta (v - S^T k)
+//     S <- S + k u^T        o = scale S^T q
+//
+// NOTES: T tokens of one call are bitwise those of T calls. Where g is raw, it is -e^{A_log} softplus(g +
+// dt_bias).
+struct DecodeParams {
+    Numbers q, k, v, o;
+    Numbers g, beta;         // data is null: nothing decays; not read without the delta rule
+    PerHead a_log, dt_bias;  // a_log.data is null: g is the log decay
+    StatePool before, after;
+    DType state_dtype;
+    const int*
+        slots;  // of the batch entries in both pools; null: their own number. Below 0: o is 0, no state
+    int batch, heads, value_heads, dim_k, dim_v, tokens;
+    float scale;
+    bool v_first, by_channel, delta_rule;
+    bool l2norm;                     // q and k are divided by their norms
+    bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled
+    int device;
+};
+
+// Columns of V that a launch takes together; V is to be a multiple.
+int decode_columns(int dim_k, bool v_first);
+
+void run_decode(const DecodeParams& params, void* stream);
+
+}  // namespace tfla_tk

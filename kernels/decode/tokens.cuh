@@ -1,0 +1,126 @@
+// The tokens of a call as all rows of a state use them: keys, queries, decays and writing strengths.
+#pragma once
+
+#include "decode/config.cuh"
+#include "decode/numbers.cuh"
+#include "decode/sums.cuh"
+
+namespace tfla_tk::decode {
+
+// In shared memory. K-first also keeps v here.
+template <class C> struct alignas(16) Tokens {
+    static constexpr bool kChannel = C::kDecay == Decay::channel;
+    static constexpr int kValues = C::kLayout == Layout::k_first ? kMostPasses * C::Part::kSlice : 4;
+    float k[C::kTokens][C::K], q[C::kTokens][C::K];  // by Part::place
+    float channel[kChannel ? C::kTokens : 1][kChannel ? C::K : 4];
+    float v[C::kTokens][kValues];
+    float decay[C::kTokens], beta[C::kTokens], key_query[C::kTokens];
+};
+
+// FLA's softplus.
+__device__ inline float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// A token in the registers of a warp: lane l has the keys l, l + 32, .. Loading it and making it ready are
+// two steps, since the loads of the state come in between.
+template <class C> struct RawToken {
+    static constexpr int N = C::K / 32;
+    static constexpr bool kChannel = C::kDecay == Decay::channel;
+    static constexpr int kGates = kChannel ? N : 1;
+    unsigned k[N], q[N], g[kGates], beta, a_log, dt_bias;
+
+    __device__ inline void load(const DecodeParams& p, int batch, int token, int value_head, int lane) {
+        const int head = value_head / (p.value_heads / p.heads);
+        load_bits(k, p.k.data, p.k.dtype, start_of(p.k, batch, token, head) + lane);
+        load_bits(q, p.q.data, p.q.dtype, start_of(p.q, batch, token, head) + lane);
+        if (p.g.data != nullptr) {
+            const std::int64_t at = start_of(p.g, batch, token, value_head);
+            if constexpr (kChannel)
+                load_bits(g, p.g.data, p.g.dtype, at + lane);
+            else
+                g[0] = load_bits(p.g.data, p.g.dtype, at);
+            if (!kChannel && p.a_log.data != nullptr) {
+                a_log = load_bits(p.a_log.data, p.a_log.dtype, value_head);
+                if (p.dt_bias.data != nullptr)
+                    dt_bias = load_bits(p.dt_bias.data, p.dt_bias.dtype, value_head);
+            }
+        }
+        if constexpr (C::kWrite == Write::delta)
+            beta = load_bits(p.beta.data, p.beta.dtype, start_of(p.beta, batch, token, value_head));
+    }
+
+    __device__ inline float scalar_decay(const DecodeParams& p) const {
+        if (p.g.data == nullptr) return 1.f;
+        float log = number_of(g[0], p.g.dtype);
+        if (p.a_log.data != nullptr) {
+            if (p.dt_bias.data != nullptr) log = __fadd_rn(log, number_of(dt_bias, p.dt_bias.dtype));
+            log = -__fmul_rn(expf(number_of(a_log, p.a_log.dtype)), softplus(log));
+        }
+        return expf(log);
+    }
+    __device__ inline float strength(const DecodeParams& p) const {
+        const float x = number_of(beta, p.beta.dtype);
+        const float once = p.beta_sigmoid ? __fdividef(1.f, __fadd_rn(1.f, expf(-x))) : x;
+        return p.beta_double ? __fadd_rn(once, once) : once;
+    }
+
+    __device__ inline void finish(const DecodeParams& p, Tokens<C>& to, int token, int lane) const {
+        float key[N], query[N], keys = 0.f, queries = 0.f, both = 0.f;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            key[n] = number_of(k[n], p.k.dtype), query[n] = number_of(q[n], p.q.dtype);
+            keys = __fmaf_rn(key[n], key[n], keys), queries = __fmaf_rn(query[n], query[n], queries);
+        }
+        float of_key = 1.f, of_query = p.scale;
+        if (p.l2norm) {
+            of_key = rsqrtf(__fadd_rn(sum_of_warp(keys), 1e-6f));
+            of_query = __fmul_rn(p.scale, rsqrtf(__fadd_rn(sum_of_warp(queries), 1e-6f)));
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            key[n] = __fmul_rn(key[n], of_key), query[n] = __fmul_rn(query[n], of_query);
+            both = __fmaf_rn(key[n], query[n], both);
+            const int place = C::Part::place(lane + n * 32);
+            to.k[token][place] = key[n], to.q[token][place] = query[n];
+            if constexpr (kChannel) to.channel[token][place] = expf(number_of(g[n], p.g.dtype));
+        }
+        both = sum_of_warp(both);
+        if (lane == 0) {
+            to.key_query[token] = both;
+            if constexpr (!kChannel) to.decay[token] = scalar_decay(p);
+            if constexpr (C::kWrite == Write::delta) to.beta[token] = strength(p);
+        }
+    }
+};
+
+// Keys and queries of four neighbouring channels, with their decay. S^T k and S^T q of the decayed state are
+// sums over the state as it is: the decay is multiplied into k and q, so that the state changes once per
+// token.
+template <class C> struct Channels {
+    float k[4], decay[4], decayed_k[4], decayed_q[4];
+
+    __device__ inline Channels(const Tokens<C>& tokens, int t, int place) {
+        float q[4];
+        widen<float>(k, *reinterpret_cast<const float4*>(&tokens.k[t][place]));
+        widen<float>(q, *reinterpret_cast<const float4*>(&tokens.q[t][place]));
+        if constexpr (C::kDecay == Decay::channel)
+            widen<float>(decay, *reinterpret_cast<const float4*>(&tokens.channel[t][place]));
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if constexpr (C::kDecay == Decay::scalar) decay[e] = tokens.decay[t];
+            decayed_k[e] = __fmul_rn(k[e], decay[e]), decayed_q[e] = __fmul_rn(q[e], decay[e]);
+        }
+    }
+};
+
+// A number of the state decays and gets k u.
+__device__ inline void decay_and_add(float& number, float decay, float k, float u) {
+    number = __fmaf_rn(number, decay, __fmul_rn(k, u));
+}
+
+// A state of 16 bits is rounded after each token, as T calls of one token would.
+template <class C> __device__ inline void round_between_tokens(float (&s)[4]) {
+    using State = typename C::State;
+    if constexpr (C::kTokens > 1 && sizeof(State) < 4) widen<State>(s, narrow<State>(s));
+}
+
+}  // namespace tfla_tk::decode

@@ -1,0 +1,174 @@
+// A state [V, K]: a warp owns rows of it, and needs nothing of other warps but the tokens.
+#pragma once
+
+#include "decode/tokens.cuh"
+
+namespace tfla_tk::decode {
+
+// With one token each warp prepares it for itself, without a barrier of the CTA. Otherwise each token is
+// prepared by one warp, and one barrier follows, behind the loads in flight.
+template <class C> struct VFirst {
+    using State = typename C::State;
+    using P = typename C::Part;
+    static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
+    static constexpr int L = P::kLanes, R = P::kRows, W = P::kWords;
+    static constexpr int kPerRow = L / R;  // lanes that have the sums of one row
+    static constexpr bool kShared = T > 1;
+    static constexpr bool kDelta = C::kWrite == Write::delta;
+    static_assert(R <= L);
+
+    struct Memory {
+        Tokens<C> tokens[kShared ? 1 : kWarps];
+    };
+
+    const DecodeParams& p;
+    const int passes, lane, warp, sub, side, batch, head, tokens, slice;
+    const int own;            // the row whose sums this lane gets
+    const bool writes;        // its number of o
+    std::int64_t out, value;  // of o and v, for that row
+    const State* from;
+    State* to;
+    Four<State> words[R][W];
+    unsigned values[T];  // of v
+
+    __device__ inline VFirst(const DecodeParams& p, int passes)
+        : p(p),
+          passes(passes),
+          lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32),
+          sub(lane % L),
+          side(lane / L),
+          batch(blockIdx.z),
+          head(blockIdx.y),
+          tokens(T == 1 ? 1 : p.tokens),
+          slice(blockIdx.x * passes * P::kSlice + warp * P::kWarpSlice),
+          own(slice + sub / kPerRow * P::kSide + side),
+          writes(sub % kPerRow == 0),
+          out(start_of(p.o, batch, 0, head) + own),
+          value(start_of(p.v, batch, 0, head) + own) {}
+
+    __device__ inline void run(Memory& memory) {
+        const int slot = p.slots != nullptr ? p.slots[batch] : batch;
+        // what does not depend on the slot is in flight while it is
+        RawToken<C> raw;
+        const int first = kShared ? warp : 0;
+        if (first < tokens) raw.load(p, batch, first, head, lane);
+        if (slot < 0) return store_zeros();
+
+        const std::int64_t element = (static_cast<std::int64_t>(head) * p.dim_v + slice + side) * K + sub * 4;
+        from = static_cast<const State*>(p.before.data) + slot * p.before.slot_stride + element;
+        to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
+        load_values();  // before the state: in fp32 they wait for the token's bits
+        load_state();
+        Tokens<C>& prepared = memory.tokens[kShared ? 0 : warp];
+        if (first < tokens) raw.finish(p, prepared, first, lane);
+        if constexpr (kShared)
+            __syncthreads();
+        else
+            __syncwarp();
+
+#pragma unroll 1
+        for (int pass = 0; pass < passes; pass++) {
+            float s[R][W][4];
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int w = 0; w < W; w++) widen<State>(s[r][w], words[r][w]);
+            unsigned now[T];
+#pragma unroll
+            for (int t = 0; t < T; t++) now[t] = values[t];
+            const bool more = pass + 1 < passes;
+            // NOTES: of fp32 behind the stores, since it takes the registers of s
+            if (sizeof(State) < 4 && more) load_state();
+#pragma unroll 1
+            for (int t = 0; t < tokens; t++) {
+                step(prepared, s, now[0], t);
+#pragma unroll
+                for (int next = 1; next < T; next++) now[next - 1] = now[next];
+            }
+            store_state(s);
+            out += P::kSlice;
+            if (more) {
+                if (sizeof(State) == 4) load_state();
+                load_values();
+            }
+        }
+    }
+
+    __device__ inline void store_zeros() {
+#pragma unroll 1
+        for (int pass = 0; pass < passes; pass++)
+#pragma unroll 1
+            for (int t = 0; t < tokens; t++)
+                if (writes) store_output(p, out + pass * P::kSlice + t * p.o.token_stride, 0.f);
+    }
+
+    __device__ inline void load_values() {
+#pragma unroll
+        for (int t = 0; t < T; t++)
+            values[t] = t < tokens ? load_bits(p.v.data, p.v.dtype, value + t * p.v.token_stride) : 0;
+        value += P::kSlice;
+    }
+
+    __device__ inline void load_state() {
+        if (p.before.data != nullptr) {
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int w = 0; w < W; w++) words[r][w] = load_four(from + r * P::kSide * K + w * L * 4);
+        } else {
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int w = 0; w < W; w++) words[r][w] = {};
+        }
+        from += P::kSlice * K;
+    }
+
+    __device__ inline void store_state(const float (&s)[R][W][4]) {
+        if (p.after.data != nullptr) {
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int w = 0; w < W; w++)
+                    store_four(to + r * P::kSide * K + w * L * 4, narrow<State>(s[r][w]));
+        }
+        to += P::kSlice * K;
+    }
+
+    // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
+    __device__ inline void step(const Tokens<C>& prepared, float (&s)[R][W][4], unsigned v, int t) {
+        float x[R] = {}, y[R] = {};
+        float k[W][4], decay[W][4];
+#pragma unroll
+        for (int w = 0; w < W; w++) {
+            const Channels<C> channels(prepared, t, (w * L + sub) * 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) k[w][e] = channels.k[e], decay[w][e] = channels.decay[e];
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if constexpr (kDelta) x[r] = __fmaf_rn(s[r][w][e], channels.decayed_k[e], x[r]);
+                    y[r] = __fmaf_rn(s[r][w][e], channels.decayed_q[e], y[r]);
+                }
+        }
+        float u = number_of(v, p.v.dtype);
+        if constexpr (kDelta)
+            u = __fmul_rn(prepared.beta[t], __fsub_rn(u, sum_by_halving<R, L / 2, 1>(x, lane)));
+        const float sum = sum_by_halving<R, L / 2, 1>(y, lane);
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const float of_row = __shfl_sync(kAllLanes, u, lane - sub + r * kPerRow);
+#pragma unroll
+            for (int w = 0; w < W; w++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) decay_and_add(s[r][w][e], decay[w][e], k[w][e], of_row);
+                round_between_tokens<C>(s[r][w]);
+            }
+        }
+        if (writes) store_output(p, out + t * p.o.token_stride, __fmaf_rn(prepared.key_query[t], u, sum));
+    }
+};
+
+}  // namespace tfla_tk::decode

@@ -1,0 +1,141 @@
+// A CTA on a CPU: every thread is a fibre that runs until it waits for its warp or its CTA. Warps rest at random, so that
+// others run ahead to the next barrier. It finds wrong arithmetic, wrong indices, shuffles that diverge, and accesses
+// past the end of a state under AddressSanitizer; not races within a warp.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <ucontext.h>
+#include <vector_functions.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+#undef __global__
+#define __global__
+#undef __device__
+#define __device__
+#undef __host__
+#define __host__
+#undef __shared__
+#define __shared__ static
+
+inline uint3 threadIdx, blockIdx;
+
+namespace emulator {
+
+constexpr int kMostThreads = 512;
+
+struct Meeting {
+    int count = 0, generation = 0;
+};
+struct Fibre {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(256 << 10);
+    bool done = false;
+    int exchanges = 0;
+};
+inline std::vector<Fibre> fibres(kMostThreads);
+inline int current, threads;
+inline std::int64_t waits;
+inline ucontext_t scheduler;
+inline Meeting of_warp[kMostThreads / 32], of_block;
+inline float exchanged[2][kMostThreads];
+inline std::function<void()> body;
+inline std::mt19937 random_bits(1);
+
+inline void wait_for_others() {
+    if (++waits > 500'000'000) {
+        std::fprintf(stderr, "threads wait for ever\n");
+        std::abort();
+    }
+    swapcontext(&fibres[current].context, &scheduler);
+}
+inline void meet(Meeting& x, int all) {
+    const int generation = x.generation;
+    if (++x.count == all) {
+        x.count = 0, x.generation++;
+        return;
+    }
+    while (x.generation == generation) wait_for_others();
+}
+inline void run_fibre() {
+    body();
+    fibres[current].done = true;
+    swapcontext(&fibres[current].context, &scheduler);
+}
+inline void run_cta() {
+    waits = 0;
+    for (int n = 0; n < threads; n++) {
+        Fibre& fibre = fibres[n];
+        fibre.done = false, fibre.exchanges = 0;
+        getcontext(&fibre.context);
+        fibre.context.uc_stack.ss_sp = fibre.stack.data();
+        fibre.context.uc_stack.ss_size = fibre.stack.size();
+        makecontext(&fibre.context, run_fibre, 0);
+    }
+    for (int left = threads; left > 0;) {
+        left = 0;
+        const unsigned resting = random_bits();  // a bit per warp
+        for (current = 0; current < threads; current++) {
+            if (fibres[current].done) continue;
+            left++;
+            if (resting >> current / 32 & 1) continue;
+            threadIdx = {static_cast<unsigned>(current), 0, 0};
+            swapcontext(&scheduler, &fibres[current].context);
+            left -= fibres[current].done;
+        }
+    }
+}
+// Every CTA of a launch, one after the other.
+template <class Body> void run(Body of_thread, dim3 grid, int count) {
+    body = of_thread, threads = count;
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                blockIdx = {x, y, z};
+                run_cta();
+            }
+}
+
+inline float exchange(float x, int from) {
+    const int thread = current, set = fibres[thread].exchanges++ % 2;
+    exchanged[set][thread] = x;
+    meet(of_warp[thread / 32], 32);
+    return exchanged[set][thread / 32 * 32 + from % 32];
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::meet(emulator::of_block, emulator::threads); }
+inline void __syncwarp() { emulator::meet(emulator::of_warp[emulator::current / 32], 32); }
+inline float __shfl_xor_sync(unsigned, float x, int step) {
+    return emulator::exchange(x, emulator::current % 32 ^ step);
+}
+inline float __shfl_sync(unsigned, float x, int lane) { return emulator::exchange(x, lane); }
+
+template <class T> T __ldcg(const T* x) { return *x; }
+template <class T> void __stcg(T* x, T value) { *x = value; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __uint_as_float(unsigned x) {
+    float y;
+    return std::memcpy(&y, &x, 4), y;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    return std::memcpy(&y, &x, 4), y;
+}

@@ -1,0 +1,206 @@
+"""The decoding kernels, whose sources run on a CPU here, behind the public functions."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import tfla_tk
+from tfla_tk import build
+from tfla_tk.backends.tk import recurrent
+from tfla_tk.build import instances
+from tfla_tk.build.locking import file_lock
+from tfla_tk.core.support import SUPPORTED
+from tfla_tk.ops import recurrent as ops
+
+from .emulated import compile_emulated
+
+HALF = torch.bfloat16
+FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel")
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory, kernel_compiler: None) -> SimpleNamespace:
+    """The launcher's functions, compiled once for all worker processes."""
+    folder: Path = tmp_path_factory.getbasetemp().parent / "emulated"
+    folder.mkdir(exist_ok=True)
+    with file_lock(folder / "lock"):
+        return compile_emulated("decode.cpp", folder)
+
+
+@pytest.fixture(autouse=True)
+def served(emulated: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of up to 8 tokens are served by the kernels, on the CPU; plain ones and through the op."""
+    monkeypatch.setattr(build, "load", lambda launcher, *instances: emulated)
+    monkeypatch.setattr(recurrent, "current_stream", lambda device: 0)
+    monkeypatch.setattr(recurrent.refusals, "of_place", lambda device: None)
+    monkeypatch.setattr(recurrent.device, "supports", lambda *args: SUPPORTED)
+    monkeypatch.setattr(recurrent.device, "load", lambda *args: SUPPORTED)
+    monkeypatch.setattr(ops, "_on_cpu", None)
+
+
+def draw(
+    name: str, *, tokens: int = 1, batch: int = 2, heads: tuple[int, int] = (1, 2),
+    dims: tuple[int, int] = (64, 64), dtype: torch.dtype = HALF, v_first: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of a function, fp32 gates and state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keys, values = heads if name != "gla" else (heads[1], heads[1])
+    x: dict[str, Any] = {
+        "q": normal(batch, tokens, keys, dims[0]).to(dtype),
+        "k": normalize(normal(batch, tokens, keys, dims[0]), dim=-1).to(dtype),
+        "v": normal(batch, tokens, values, dims[1]).to(dtype),
+        "initial_state": normal(batch, values, *(dims[::-1] if v_first else dims)),
+        "output_final_state": True,
+    }
+    gate = logsigmoid(normal(batch, tokens, values) + 2)
+    if name == "gla":
+        x["gk"] = logsigmoid(normal(batch, tokens, values, dims[0]) + 2)
+    elif "gate" in name or name == "simple_gla":
+        x["g"] = gate
+    if "delta" in name:
+        x["beta"] = torch.sigmoid(normal(batch, tokens, values))
+    return x | ({"state_v_first": True} if v_first else {})
+
+
+def call(name: str, x: dict[str, Any], backend: str = "tk") -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, backend=backend)
+    return result
+
+
+def exact(name: str, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """By the reference in fp64."""
+    wide = {key: value.double() if isinstance(value, Tensor) else value for key, value in x.items()}
+    return call(name, wide, "reference:recurrent")
+
+
+def assert_close(name: str, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """That the kernels' results are exact, as far as fp32 and the rounding of o allow."""
+    o, last = call(name, x)
+    expected, expected_last = exact(name, x)
+    torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
+    limits = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[x["q"].dtype]
+    assert o.dtype == x["q"].dtype
+    torch.testing.assert_close(o.double(), expected, rtol=limits, atol=limits)
+    return o, last
+
+
+NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule")
+DIMS = ((64, 64), (96, 192), (128, 128), (256, 64))
+TOKENS = (1, 4, 3, 7)
+CASES = [
+    (
+        name,
+        DIMS[(n + m) % 4],
+        TOKENS[(n + 2 * m) % 4],
+        (HALF, torch.float32, torch.float16)[(n + m) % 3],
+        m % 2 == 1,
+    )
+    for n, name in enumerate(NAMES)
+    for m in range(4)
+]
+
+
+@pytest.mark.parametrize(("name", "dims", "tokens", "dtype", "v_first"), CASES, ids=str)
+def test_against_fp64(
+    name: str, dims: tuple[int, int], tokens: int, dtype: torch.dtype, v_first: bool
+) -> None:
+    v_first = v_first and name != "delta_rule"  # fla's has K first alone
+    assert_close(name, draw(name, tokens=tokens, dims=dims, dtype=dtype, v_first=v_first))
+
+
+@pytest.mark.parametrize(
+    ("name", "v_first"), [("gla", True), ("gated_delta_rule", False), ("gated_delta_rule", True)]
+)
+def test_tokens_of_one_call_are_those_of_single_calls(name: str, v_first: bool) -> None:
+    """Bitwise."""
+    x = draw(name, tokens=7, dims=(64, 128), v_first=v_first)
+    o, last = call(name, x)
+    rows = []
+    for t in range(7):
+        token = {
+            k: v[:, t : t + 1] if isinstance(v, Tensor) and k != "initial_state" else v for k, v in x.items()
+        }
+        row, state = call(name, token)
+        x["initial_state"] = state
+        rows.append(row)
+    assert torch.equal(torch.cat(rows, dim=1), o) and torch.equal(state, last)
+
+
+@pytest.mark.parametrize("flags", [FLAGS, FLAGS[:1], FLAGS[1:2]], ids=str)
+@pytest.mark.parametrize("v_first", [False, True])
+def test_raw_inputs(flags: tuple[str, ...], v_first: bool) -> None:
+    x = draw("gated_delta_rule", tokens=2, v_first=v_first) | dict.fromkeys(flags, True)
+    x["k"] = 3 * x["k"]
+    x["beta"] = x["beta"].half() if len(flags) > 1 else x["beta"]
+    x["A_log"], x["dt_bias"] = torch.tensor([0.5, -1.0]), torch.tensor([0.3, 30.0]).bfloat16()
+    if "use_qk_l2norm_in_kernel" not in flags:
+        x["k"] = normalize(x["k"].float(), dim=-1).to(HALF)
+    assert_close("gated_delta_rule", x)
+
+
+def test_views_of_one_projection() -> None:
+    """q, k and v are parts of one tensor, beta and g of another."""
+    x = draw("gated_delta_rule", tokens=2, heads=(2, 2))
+    joined = torch.cat([x["q"], x["k"], x["v"]], dim=-1)
+    gates = torch.stack([x["g"], x["beta"]], dim=-1)
+    views = dict(zip("qkv", joined.split(64, dim=-1), strict=True))
+    views |= {"g": gates[..., 0], "beta": gates[..., 1]}
+    assert not any(view.is_contiguous() for view in views.values())
+    assert all(map(torch.equal, call("gated_delta_rule", x | views), call("gated_delta_rule", x)))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_states_that_are_not_there(v_first: bool) -> None:
+    """None before: zeros. None behind: the same outputs."""
+    x = draw("gated_delta_rule", tokens=5, v_first=v_first)
+    zeros = x | {"initial_state": torch.zeros_like(x["initial_state"])}
+    o, last = call("gated_delta_rule", zeros)
+    found, found_last = call("gated_delta_rule", x | {"initial_state": None})
+    assert torch.equal(found, o) and torch.equal(found_last, last)
+    found, nothing = call("gated_delta_rule", x | {"initial_state": None, "output_final_state": False})
+    assert torch.equal(found, o) and nothing is None
+
+
+@pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])
+def test_extreme_gates(log: float) -> None:
+    for name, gate in (("gla", "gk"), ("gated_delta_rule", "g")):
+        x = draw(name, tokens=2)
+        x[gate] = torch.full_like(x[gate], log)
+        x[gate][..., ::2] = -0.1
+        assert_close(name, x)
+
+
+@pytest.mark.parametrize(("name", "v_first"), [("delta_rule", False), ("gla", True)])
+def test_many_batch_entries(name: str, v_first: bool) -> None:
+    """So many that a CTA takes several slices of V, one after the other."""
+    assert_close(name, draw(name, dims=(64, 256), batch=9, v_first=v_first))
+
+
+def test_the_columns_of_a_launch(emulated: SimpleNamespace) -> None:
+    for keys, v_first in itertools.product(instances.RECURRENT_KEYS, (False, True)):
+        assert emulated.decode_columns(keys, v_first) == instances.recurrent_columns(keys, v_first)
+
+
+def test_what_the_kernels_refuse() -> None:
+    for changes, reason in (
+        ({"dims": (80, 64)}, "K is one of 64, 96, 128, 256, this is 80"),
+        ({"dims": (64, 48)}, "V is a multiple of 32, this is 48"),
+        ({"dtype": torch.float64}, "q, k, v are torch.float64"),
+    ):
+        with pytest.raises(tfla_tk.UnsupportedError, match=reason):
+            call("gla", draw("gla", **changes))
+    x = draw("gla", tokens=4, batch=1) | {"cu_seqlens": torch.tensor([0, 1, 4]), "initial_state": None}
+    with pytest.raises(tfla_tk.UnsupportedError, match="packed sequences"):
+        call("gla", x)

@@ -1,0 +1,118 @@
+"""A few tokens of the operators in [B, T, H, D] on the decoding kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tfla_tk
+
+from ..cpu.kernels.test_recurrent import CASES, FLAGS, HALF, NAMES, assert_close, call, draw, exact
+from .conftest import DEVICE, relative_error
+from .memory import uninitialised_memory_is_nan
+
+of_every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def on_gpu(x: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in x.items()}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("name", "dims", "tokens", "dtype", "v_first"), CASES, ids=str)
+def test_against_fp64(
+    name: str, dims: tuple[int, int], tokens: int, dtype: torch.dtype, v_first: bool
+) -> None:
+    v_first = v_first and name != "delta_rule"
+    assert_close(name, on_gpu(draw(name, tokens=tokens, dims=dims, dtype=dtype, v_first=v_first)))
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "dims", "batch"),
+    [
+        ("gated_delta_rule", (16, 32), (128, 128), 64),  # Qwen3-Next
+        ("gated_delta_rule", (30, 30), (96, 192), 8),  # OLMo-hybrid
+        ("gla", (4, 4), (256, 512), 64),
+        ("retention", (8, 8), (256, 512), 1),
+    ],
+)
+@pytest.mark.parametrize("v_first", [False, True])
+def test_shapes_of_models(
+    name: str, heads: tuple[int, int], dims: tuple[int, int], batch: int, v_first: bool
+) -> None:
+    assert_close(name, on_gpu(draw(name, heads=heads, dims=dims, batch=batch, v_first=v_first)))
+
+
+@of_every_name
+@pytest.mark.parametrize("v_first", [False, True])
+def test_tokens_of_one_call_are_those_of_single_calls(name: str, v_first: bool) -> None:
+    """Bitwise, and so are repeats."""
+    x = on_gpu(draw(name, tokens=8, dims=(128, 128), v_first=v_first and name != "delta_rule"))
+    o, last = call(name, x)
+    assert all(map(torch.equal, call(name, x), (o, last)))
+    rows, state = [], x["initial_state"]
+    for t in range(8):
+        token = {key: v[:, t : t + 1] if isinstance(v, Tensor) else v for key, v in x.items()}
+        row, state = call(name, token | {"initial_state": state})
+        rows.append(row)
+    assert torch.equal(torch.cat(rows, dim=1), o) and torch.equal(state, last)
+
+
+def test_a_thousand_calls_in_a_row() -> None:
+    """Of 1 to 8 tokens."""
+    lengths = torch.randint(1, 9, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+    name, total = "gated_delta_rule", sum(lengths)
+    x = on_gpu(draw(name, tokens=total, dtype=torch.float32, dims=(128, 128)))
+    expected, expected_last = exact(name, x)
+    state, tokens = x.pop("initial_state"), {key: v for key, v in x.items() if isinstance(v, Tensor)}
+    parts = zip(*(v.split(lengths, dim=1) for v in tokens.values()), strict=True)
+    rows = []
+    for part in parts:
+        row, state = call(name, x | dict(zip(tokens, part, strict=True)) | {"initial_state": state})
+        rows.append(row)
+    assert relative_error(torch.cat(rows, dim=1), expected) <= 1e-5
+    assert relative_error(state, expected_last) <= 1e-5
+
+
+def test_raw_inputs_and_views() -> None:
+    x = draw("gated_delta_rule", tokens=2, heads=(2, 2), dims=(128, 128)) | dict.fromkeys(FLAGS, True)
+    x |= {"A_log": torch.tensor([0.5, -1.0]), "dt_bias": torch.tensor([0.3, 30.0]).bfloat16()}
+    joined = torch.cat([x["q"], x["k"], x["v"]], dim=-1).to(DEVICE)
+    assert_close("gated_delta_rule", on_gpu(x) | dict(zip("qkv", joined.split(128, dim=-1), strict=True)))
+
+
+def test_what_is_not_written_before_is_written() -> None:
+    x = on_gpu(draw("gla", tokens=5, dims=(128, 128)))
+    expected = call("gla", x)
+    with uninitialised_memory_is_nan():
+        found = call("gla", x)
+    assert all(map(torch.equal, found, expected))
+
+
+@of_every_name
+def test_in_a_graph_and_on_another_stream(name: str) -> None:
+    x = on_gpu(draw(name, tokens=1, dims=(128, 128)))
+    expected = call(name, x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = call(name, x)
+    stream.synchronize()
+    assert all(map(torch.equal, found, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(name, x)
+    for tensor in captured:
+        tensor.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, expected))
+
+
+@of_every_name
+def test_auto_takes_them(name: str) -> None:
+    x = on_gpu(draw(name, dims=(128, 128), dtype=HALF))
+    assert tfla_tk.which(f"fused_recurrent_{name}", **x).backend == "tk"

@@ -1,0 +1,123 @@
+"""The registered op of a few tokens of the operators in [B, T, H, D]; it has no gradients.
+
+tfla_tk::recurrent takes a `RecurrentCore` and returns (o, last): o [B, T, HV, V] in q's dtype, and the state
+after the last token in fp32 (fp64 for fp64 q), [0] where it is not wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.recurrent import RecurrentCore
+from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.layout import MaybeTensor, state_dtype
+from tfla_tk.ops import autograd
+
+_library = library.get()
+_library.define(
+    "recurrent(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? initial_state, float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, "
+    "bool neg_eigval, bool output_final_state) -> (Tensor o, Tensor last)"
+)
+_op = torch.ops.tfla_tk.recurrent.default
+_TENSORS = 8
+
+
+def core_of(
+    call: LinearCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: MaybeTensor = None,
+    beta: MaybeTensor = None,
+    A_log: MaybeTensor = None,
+    dt_bias: MaybeTensor = None,
+    initial_state: MaybeTensor = None,
+) -> RecurrentCore:
+    """The core of a call."""
+    delta = call if isinstance(call, DeltaRuleCall) else None
+    raw = call.gate == "raw"
+    return RecurrentCore(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log if raw else None,
+        dt_bias if raw else None,
+        initial_state,
+        call.scale,
+        call.state_v_first,
+        delta is not None and delta.qk_l2norm,
+        delta is not None and delta.beta_sigmoid,
+        delta is not None and delta.neg_eigval,
+        call.output_final_state,
+    )
+
+
+def serve(core: RecurrentCore, *, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
+    """o and the state after the last token, None unless it is wanted.
+
+    Args:
+        direct: call the kernels, not the op: for plain eager calls.
+    """
+    o, last = _on_cuda(*core) if direct else _op(*core)
+    return o, last if core.output_final_state else None
+
+
+def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    import tfla_tk.reference as forms
+
+    core = RecurrentCore(*args)
+    q, k, g, beta, state = core.q, core.k, core.g, core.beta, core.initial_state
+    if core.qk_l2norm:
+        q, k = forms.l2_norm(q), forms.l2_norm(k)
+    if core.beta_sigmoid and beta is not None:
+        beta = forms.writing_strength(beta, core.neg_eigval)
+    if core.A_log is not None and g is not None:
+        g = forms.delta_log_decay(g, core.A_log, core.dt_bias)
+    if core.state_v_first and state is not None:
+        state = state.mT
+    options: dict[str, Any] = {"scale": core.scale, "initial_state": state, "output_final_state": True}
+    if beta is not None and g is not None:
+        o, last = forms.gated_delta_rule_recurrent(q, k, core.v, g, beta, **options)
+    elif beta is not None:
+        o, last = forms.delta_rule_recurrent(q, k, core.v, beta, **options)
+    elif core.by_channel:
+        o, last = forms.gla_recurrent(q, k, core.v, g, **options)
+    else:
+        per_head = g is not None and g.dim() == 1
+        o, last = forms.simple_gla_recurrent(
+            q, k, core.v, None if per_head else g, g if per_head else None, **options
+        )
+    out = _as_fake(*core)
+    out[0].copy_(o)
+    if core.output_final_state:
+        out[1].copy_(last.mT if core.state_v_first else last)
+    return out
+
+
+def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    from tfla_tk.backends.tk import recurrent
+
+    return recurrent.launch(RecurrentCore(*args))
+
+
+def _as_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    """Uninitialised outputs."""
+    core = RecurrentCore(*args)
+    shape = core.state_shape if core.output_final_state else (0,)
+    return core.q.new_empty(core.v.shape), core.q.new_empty(shape, dtype=state_dtype(core.q))
+
+
+_library.impl("recurrent", _on_cpu, "CPU")
+_library.impl("recurrent", _on_cuda, "CUDA")
+_library.register_fake("recurrent", _as_fake)
+_library.impl("recurrent", autograd.without_gradients("recurrent", _op, _TENSORS), "Autograd")
+_library.register_vmap("recurrent", transforms.merge_into_batch(_op, per_head=(5, 6)))
+flops.register("recurrent", flops.step)
