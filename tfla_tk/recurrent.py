@@ -7,7 +7,7 @@ tokens; a call with gradients, or with many tokens, is computed chunkwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,35 +17,50 @@ from tfla_tk import delta_rule, gla, simple_gla
 from tfla_tk.calls.delta_rule import check_delta_rule
 from tfla_tk.calls.gla import check_gla
 from tfla_tk.calls.linear import LinearCall, check_simple_gla
+from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
 from tfla_tk.core.checks import fail, shown
 from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.plan import CallPath, Plan
 
 Result = tuple[Tensor, Tensor | None]
 
 
-def _path_of(chunkwise: CallPath, check: Callable[..., LinearCall], **fixed: Any) -> CallPath:
-    """The calls of a family token by token: those of its chunkwise functions, marked as recurrent."""
+class _Path(CallPath):
+    """The calls of a family token by token: those of its chunkwise functions, with states in place of them.
 
-    def check_recurrent(**arguments: Any) -> LinearCall:
-        return replace(check(**arguments, **fixed), recurrent=True)
+    The last of their tensors, the offsets on the CPU, gives way to state_indices.
+    """
 
-    return chunkwise.with_check(check_recurrent)
+    def __init__(self, chunkwise: CallPath, check: Callable[..., LinearCall], **fixed: Any) -> None:
+        tensors = *chunkwise.tensors[:-1], "state_indices"
+        self._state = tensors.index("initial_state")
+        options = *chunkwise.options[:-1], "inplace", "backend"
+
+        def check_call(**arguments: Any) -> LinearCall:
+            return check_recurrent(partial(check, cu_seqlens_cpu=None, **fixed), **arguments)
+
+        super().__init__(chunkwise.name, tensors, options, check_call, cast=3, strided=True)
+
+    def _make_plan(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> Plan:
+        plan = super()._make_plan(op, tensors, options, eager=eager)
+        if plan.call.state_in_place is None or plan.backend == "tk":
+            return plan
+        return plan._replace(serve=partial(through_a_copy, plan.serve, self._state))
 
 
-_gla = _path_of(gla._path, check_gla, gate="gk")
-_simple_gla = _path_of(simple_gla._path, check_simple_gla)
-_delta_rule = _path_of(delta_rule._path, check_delta_rule)
+_gla = _Path(gla._path, check_gla, gate="gk")
+_simple_gla = _Path(simple_gla._path, check_simple_gla)
+_delta_rule = _Path(delta_rule._path, check_delta_rule)
 
 
 def _describe_gla(*, gk: Any, gv: Any, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
     _check_none(gv=gv, reverse=reverse)
-    return _gla.describe(g=gk, cu_seqlens_cpu=None, **arguments)
+    return _gla.describe(g=gk, **arguments)
 
 
 def _describe_simple_gla(*, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
     _check_none(reverse=reverse)
-    return _simple_gla.describe(cu_seqlens_cpu=None, chunk_size=None, **arguments)
+    return _simple_gla.describe(chunk_size=None, **arguments)
 
 
 def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
@@ -55,7 +70,7 @@ def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
 
 def _describe_delta_rule(*, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
     beta = _given(beta, arguments["v"], 1.0)
-    return _delta_rule.describe(beta=beta, cu_seqlens_cpu=None, chunk_size=None, **_WITHOUT_GATE, **arguments)
+    return _delta_rule.describe(beta=beta, chunk_size=None, **_WITHOUT_GATE, **arguments)
 
 
 def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
@@ -64,7 +79,6 @@ def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) ->
     return _delta_rule.describe(
         g=g if arguments["use_gate_in_kernel"] else _given(g, v, 0.0),
         beta=_given(beta, v, 1.0),
-        cu_seqlens_cpu=None,
         chunk_size=None,
         gated=True,
         **arguments,
@@ -97,6 +111,8 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> Result:
     """Gated linear attention token by token: what `chunk_gla` computes, with its gate g named gk.
@@ -105,13 +121,18 @@ def fused_recurrent_gla(
         gk: natural log of the decay [B, T, H, K], any floating dtype; not None.
         gv: None: a decay per channel of v is fla's own.
         reverse: False: a recurrence backward in time is fla's own.
+        state_indices: [B] int32, with inplace: initial_state is a pool [slots, H, K, V], and these are the
+            states of the batch entries, or with cu_seqlens of the sequences. Where an index is below 0, o is
+            0 and nothing is written. No two name the same state.
+        inplace: overwrite initial_state, whose states are contiguous, in its dtype, and return it as the
+            final state. It needs output_final_state, and no gradient is recorded.
         others, result and errors: as in `chunk_gla`.
     """
     _check_none(gv=gv, reverse=reverse)
     result: Result = _gla.serve(
         "fused_recurrent_gla",
-        (q, k, v, gk, initial_state, cu_seqlens, None),
-        (scale, output_final_state, state_v_first, backend),
+        (q, k, v, gk, initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, state_v_first, inplace, backend),
     )
     return result
 
@@ -130,19 +151,22 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> Result:
     """Linear attention with a scalar decay token by token: what `chunk_simple_gla` computes.
 
     Args:
         reverse: False: a recurrence backward in time is fla's own.
+        state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_simple_gla`.
     """
     _check_none(reverse=reverse)
     result: Result = _simple_gla.serve(
         "fused_recurrent_simple_gla",
-        (q, k, v, g, g_gamma, initial_state, cu_seqlens, None),
-        (scale, output_final_state, state_v_first, None, backend),
+        (q, k, v, g, g_gamma, initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, state_v_first, None, inplace, backend),
     )
     return result
 
@@ -159,6 +183,8 @@ def fused_recurrent_retention(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> Result:
     """Retention token by token: what `chunk_retention` computes.
@@ -166,13 +192,14 @@ def fused_recurrent_retention(
     Args:
         reverse: False: a recurrence backward in time is fla's own.
         state_v_first: initial and final state are [N, HV, V, K].
+        state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_retention`.
     """
     _check_none(reverse=reverse)
     result: Result = _simple_gla.serve(
         "fused_recurrent_retention",
-        (q, k, v, None, simple_gla.decay_of_heads(v), initial_state, cu_seqlens, None),
-        (scale, output_final_state, state_v_first, None, backend),
+        (q, k, v, None, simple_gla.decay_of_heads(v), initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, state_v_first, None, inplace, backend),
     )
     return result
 
@@ -189,17 +216,20 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> Result:
     """The delta rule token by token: what `chunk_delta_rule` computes.
 
     Args:
         beta: writing strength [B, T, HV], any floating dtype; None is 1.
+        state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_delta_rule`.
     """
     result: Result = _delta_rule.serve(
         "fused_recurrent_delta_rule",
-        (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, None),
+        (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, state_indices),
         (
             scale,
             output_final_state,
@@ -210,6 +240,7 @@ def fused_recurrent_delta_rule(
             False,
             None,
             False,
+            inplace,
             backend,
         ),
     )
@@ -237,6 +268,8 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> Result:
     """The gated delta rule token by token: what `chunk_gated_delta_rule` computes.
@@ -246,6 +279,7 @@ def fused_recurrent_gated_delta_rule(
             use_gate_in_kernel what it is made from.
         gk, gv: None: a decay per channel of k or of v is fla's own.
         beta: writing strength [B, T, HV], any floating dtype; None is 1.
+        state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_gated_delta_rule`.
     """
     _check_none(gk=gk, gv=gv)
@@ -261,7 +295,7 @@ def fused_recurrent_gated_delta_rule(
             dt_bias,
             initial_state,
             cu_seqlens,
-            None,
+            state_indices,
         ),
         (
             scale,
@@ -273,6 +307,7 @@ def fused_recurrent_gated_delta_rule(
             state_v_first,
             None,
             True,
+            inplace,
             backend,
         ),
     )

@@ -112,6 +112,42 @@ def test_in_a_graph_and_on_another_stream(name: str) -> None:
     assert all(map(torch.equal, captured, expected))
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_pool_in_a_graph(v_first: bool) -> None:
+    """Replayed with other indices, of a pool of more than 2^31 elements."""
+    x = on_gpu(draw("gated_delta_rule", batch=3, dims=(128, 128), v_first=v_first))
+    states = x.pop("initial_state")
+    slots = 2**31 // states[0].numel() + 2
+    pool = torch.zeros(slots, *states.shape[1:], device=DEVICE, dtype=HALF)
+    first, second = ([slots - 1, -1, 1], [2, slots - 2, -1])
+    for indices in (first, second):
+        for n, slot in enumerate(indices):
+            if slot >= 0:
+                pool[slot] = states[n]
+    before = {slot: pool[slot].clone() for slot in {*first, *second} - {-1}}
+    indices = torch.tensor(first, device=DEVICE, dtype=torch.int32)
+    graph = torch.cuda.CUDAGraph()
+    call(
+        "gated_delta_rule",
+        x | {"initial_state": pool[:3].clone(), "state_indices": indices.clamp(max=2), "inplace": True},
+    )
+    with torch.cuda.graph(graph):
+        o, _ = call(
+            "gated_delta_rule", x | {"initial_state": pool, "state_indices": indices, "inplace": True}
+        )
+    for order in (first, second):
+        indices.copy_(torch.tensor(order))
+        graph.replay()
+        for n, slot in enumerate(order):
+            if slot < 0:
+                assert not o[n].any()
+                continue
+            alone = {k: v[n : n + 1] if isinstance(v, Tensor) else v for k, v in x.items()}
+            state = before[slot][None].clone()
+            expected, _ = call("gated_delta_rule", alone | {"initial_state": state, "inplace": True})
+            assert torch.equal(o[n : n + 1], expected) and torch.equal(pool[slot], state[0])
+
+
 @of_every_name
 def test_auto_takes_them(name: str) -> None:
     x = on_gpu(draw(name, dims=(128, 128), dtype=HALF))

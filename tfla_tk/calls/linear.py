@@ -41,7 +41,8 @@ class LinearCall:
     batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
     decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
     and key channel). requires_grad says that a gradient will be recorded; batch_invariant is the option of
-    that name; recurrent, that it is of a function that goes token by token.
+    that name; recurrent, that it is of a function that goes token by token; state_in_place is the dtype of a
+    state that is overwritten, None where none is.
     """
 
     device: torch.device
@@ -65,6 +66,7 @@ class LinearCall:
     transformed: bool = False
     batch_invariant: bool = False
     recurrent: bool = False
+    state_in_place: torch.dtype | None = None
 
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
         """Whether a recurrence serves the call best: up to `most` tokens without gradients."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.checks import check_bool, check_device, check_shape, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor
 
 FEW = 8  # tokens that the decoding kernels take
@@ -51,3 +56,79 @@ class RecurrentCore(NamedTuple):
         """Of the states before and after."""
         dims = self.q.shape[-1], self.v.shape[-1]
         return self.q.shape[0], self.v.shape[2], *(dims[::-1] if self.state_v_first else dims)
+
+
+def check_recurrent(
+    check: Callable[..., LinearCall],
+    *,
+    initial_state: Any,
+    state_indices: Any,
+    inplace: Any,
+    **arguments: Any,
+) -> LinearCall:
+    """Check one call token by token and describe it.
+
+    Args:
+        check: of the family's chunkwise functions.
+        initial_state: as there, or with state_indices a pool [slots, HV, K, V].
+        state_indices: [N] int32, or None. inplace: the state is overwritten.
+    """
+    in_place = check_bool("inplace", inplace)
+    if state_indices is not None:
+        if not in_place:
+            fail("inplace", "True with state_indices, which name the states to overwrite", inplace)
+        check_tensor("initial_state", initial_state, 4, "[slots, HV, K, V] with state_indices")
+        _check_indices(state_indices, initial_state)
+        of_calls = initial_state[:1].expand(state_indices.shape[0], -1, -1, -1)
+    else:
+        of_calls = initial_state
+    call = replace(check(initial_state=of_calls, **arguments), recurrent=True)
+    if not in_place:
+        return call
+    if initial_state is None:
+        fail("initial_state", "a tensor to overwrite with inplace=True", "None")
+    if call.requires_grad:
+        fail("inplace", "False where a gradient is recorded", in_place)
+    if call.transformed:
+        fail("inplace", "False under transforms of torch.func", in_place)
+    if initial_state.stride()[1:] != _dense_strides(initial_state):
+        fail(
+            "initial_state",
+            "contiguous states [HV, K, V] with inplace=True",
+            f"strides {initial_state.stride()}",
+        )
+    if not call.output_final_state:
+        fail("output_final_state", "True with inplace=True, which returns the state", False)
+    return replace(call, state_in_place=initial_state.dtype)
+
+
+def _dense_strides(x: Tensor) -> tuple[int, int, int]:
+    """Of a contiguous x, without the first dimension."""
+    return x.shape[2] * x.shape[3], x.shape[3], 1
+
+
+def _check_indices(indices: Any, pool: Tensor) -> None:
+    if not isinstance(indices, Tensor):
+        fail("state_indices", "a tensor [N] or None", type(indices).__name__, TypeError)
+    if indices.dtype != torch.int32:
+        fail("state_indices", "dtype int32", indices.dtype, TypeError)
+    check_shape("state_indices", indices, (indices.numel(),), "[N]")
+    check_device("state_indices", indices, pool.device)
+
+
+def through_a_copy(serve: Callable[..., Any], at: int, *tensors: Any) -> tuple[Tensor, Tensor]:
+    """A call in place by a backend that returns a new state: read what the indices name, and write it back.
+
+    It waits for the GPU where there are indices.
+
+    Args:
+        serve: the call that returns a new state. at: the place of the state; the indices are the last tensor.
+    """
+    pool, indices = tensors[at], tensors[-1]
+    named = pool if indices is None else pool[indices.clamp(min=0)]
+    o, last = serve(*tensors[:at], named, *tensors[at + 1 : -1], None)
+    if indices is None:
+        return o, pool.copy_(last)
+    valid = indices >= 0
+    pool[indices[valid]] = last[valid].to(pool.dtype)
+    return o.masked_fill(~valid[:, None, None, None], 0), pool

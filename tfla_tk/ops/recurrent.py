@@ -2,6 +2,8 @@
 
 tfla_tk::recurrent takes a `RecurrentCore` and returns (o, last): o [B, T, HV, V] in q's dtype, and the state
 after the last token in fp32 (fp64 for fp64 q), [0] where it is not wanted.
+tfla_tk::recurrent_ writes the state over the one it read, in its dtype, and returns o. With state_indices [B]
+    int32 the states lie in a pool [slots, ..]; where an index is below 0, o is 0 and nothing is written.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.calls.recurrent import RecurrentCore
+from tfla_tk.calls.recurrent import RecurrentCore, through_a_copy
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
@@ -24,7 +26,13 @@ _library.define(
     "Tensor? initial_state, float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, "
     "bool neg_eigval, bool output_final_state) -> (Tensor o, Tensor last)"
 )
+_library.define(
+    "recurrent_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor(a!) state, float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, bool neg_eigval, "
+    "Tensor? state_indices) -> Tensor o"
+)
 _op = torch.ops.tfla_tk.recurrent.default
+_op_in_place = torch.ops.tfla_tk.recurrent_.default
 _TENSORS = 8
 
 
@@ -60,12 +68,17 @@ def core_of(
     )
 
 
-def serve(core: RecurrentCore, *, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
+def serve(
+    call: LinearCall, core: RecurrentCore, state_indices: MaybeTensor, *, direct: bool = False
+) -> tuple[Tensor, MaybeTensor]:
     """o and the state after the last token, None unless it is wanted.
 
     Args:
         direct: call the kernels, not the op: for plain eager calls.
     """
+    if call.state_in_place is not None:
+        run = _direct_in_place if direct else _op_in_place
+        return run(*core[:-1], state_indices), core.initial_state
     o, last = _on_cuda(*core) if direct else _op(*core)
     return o, last if core.output_final_state else None
 
@@ -102,10 +115,40 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return out
 
 
+def _in_place_on_cpu(*args: Any) -> Tensor:
+    core, state, indices = RecurrentCore(*args[:-1], True), args[7], args[-1]
+
+    def new_state(*tensors: Any) -> tuple[Tensor, Tensor]:
+        return _on_cpu(*core._replace(initial_state=tensors[0]))
+
+    return through_a_copy(new_state, 0, state, indices)[0]
+
+
 def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     from tfla_tk.backends.tk import recurrent
 
     return recurrent.launch(RecurrentCore(*args))
+
+
+def _in_place_on_cuda(*args: Any) -> Tensor:
+    from tfla_tk.backends.tk import recurrent
+
+    return recurrent.launch_in_place(RecurrentCore(*args[:-1], True), args[-1])
+
+
+def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return (args[7],)
+
+
+_direct_in_place = autograd.noting_writes(_in_place_on_cuda, _written)
+
+
+def _in_place_as_fake(*args: Any) -> Tensor:
+    return args[0].new_empty(args[2].shape)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise RuntimeError("vmap of a recurrence in place: expected inplace=False, got True")
 
 
 def _as_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -121,3 +164,12 @@ _library.register_fake("recurrent", _as_fake)
 _library.impl("recurrent", autograd.without_gradients("recurrent", _op, _TENSORS), "Autograd")
 _library.register_vmap("recurrent", transforms.merge_into_batch(_op, per_head=(5, 6)))
 flops.register("recurrent", flops.step)
+_library.impl("recurrent_", _in_place_on_cpu, "CPU")
+_library.impl("recurrent_", _in_place_on_cuda, "CUDA")
+_library.register_fake("recurrent_", _in_place_as_fake)
+_library.impl("recurrent_", autograd.without_gradients("recurrent_", _op_in_place, _TENSORS), "Autograd")
+_library.impl(
+    "recurrent_", autograd.noting_writes(autograd.below_versions(_op_in_place), _written), "ADInplaceOrView"
+)
+_library.register_vmap("recurrent_", _refuse_vmap)
+flops.register("recurrent_", flops.step)

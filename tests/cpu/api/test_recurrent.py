@@ -136,10 +136,62 @@ def test_bad_arguments(name: str, changed: dict[str, Any], message: str) -> None
             refused(**draw_of(name, seq=3) | changed)
 
 
+@of_every_name
+def test_a_state_in_place(name: str) -> None:
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    x = draw_of(name, seq=3)
+    o, last = function(**x, output_final_state=True)
+    state = x["initial_state"]
+    found, same = function(**x, output_final_state=True, inplace=True)
+    torch.testing.assert_close((found, state), (o, last))
+    assert same is state
+
+
+@of_every_name
+def test_states_of_a_pool(name: str) -> None:
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    x = draw_of(name, seq=3, batch=3)
+    o, last = function(**x, output_final_state=True)
+    states = x.pop("initial_state")
+    pool = torch.randn(6, *states.shape[1:], dtype=states.dtype)
+    before = pool.clone()
+    pool[4], pool[1] = states[0], states[2]
+    indices = torch.tensor([4, -1, 1], dtype=torch.int32)
+    found, same = function(
+        **x, initial_state=pool, state_indices=indices, inplace=True, output_final_state=True
+    )
+    assert same is pool
+    torch.testing.assert_close(found[::2], o[::2])
+    assert not found[1].any()
+    torch.testing.assert_close(pool[[4, 1]], last[::2])
+    assert torch.equal(pool[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"initial_state": None}, "initial_state: expected a tensor to overwrite"),
+        ({"output_final_state": False}, "output_final_state: expected True with inplace=True"),
+        ({"state_indices": torch.zeros(2, dtype=torch.int64)}, "state_indices: expected dtype int32"),
+        ({"state_indices": [0, 1]}, "state_indices: expected a tensor"),
+        ({"state_indices": torch.zeros(3, dtype=torch.int32)}, "initial_state: expected shape"),
+        ({"inplace": False, "state_indices": torch.zeros(2, dtype=torch.int32)}, "inplace: expected True"),
+        ({"initial_state": torch.zeros(2, 2, 32, 16).mT}, "initial_state: expected contiguous states"),
+    ],
+)
+def test_bad_states_in_place(changed: dict[str, Any], message: str) -> None:
+    x = draw_of("gla", seq=3) | {"output_final_state": True, "inplace": True}
+    with pytest.raises((TypeError, ValueError), match=message):
+        tfla_tk.fused_recurrent_gla(**x | changed)
+    x["q"].requires_grad_()
+    with pytest.raises(ValueError, match="inplace: expected False where a gradient is recorded"):
+        tfla_tk.fused_recurrent_gla(**x)
+
+
 def test_which_of_a_few_tokens() -> None:
-    """The kernels have none for a few tokens, unless gradients are wanted."""
+    """The decoding kernels take a few tokens, unless gradients are wanted."""
     x = {key: value.bfloat16() for key, value in draw_of("gla", seq=8).items()}
-    reason = "up to 8 tokens without gradients"
+    reason = "for up to 8 tokens K is one of 64, 96, 128, 256, this is 16"
     assert reason in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
     x["q"].requires_grad_()
     assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])

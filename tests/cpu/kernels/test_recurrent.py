@@ -173,6 +173,41 @@ def test_states_that_are_not_there(v_first: bool) -> None:
     assert torch.equal(found, o) and nothing is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_states_of_a_pool(dtype: torch.dtype, v_first: bool) -> None:
+    """In place, between states that stay as they are; states of 16 bits are rounded after each token."""
+    x = draw("gated_delta_rule", tokens=6, batch=3, v_first=v_first)
+    states = x.pop("initial_state")
+    pool = torch.randn(5, 2, 2, 64, 64).to(dtype)[:, 0]  # every second state of a wider one
+    pool[4], pool[1] = states[0], states[2]
+    before = pool.clone()
+    indices = torch.tensor([4, -1, 1], dtype=torch.int32)
+    in_pool = {"initial_state": pool, "state_indices": indices, "inplace": True}
+    o, last = call("gated_delta_rule", x | in_pool)
+    assert last is pool and not o[1].any()
+    assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
+    expected, expected_last = exact("gated_delta_rule", x | {"initial_state": before[[4, 0, 1]]})
+    limit = {torch.float32: 1e-5, torch.float16: 2e-3, HALF: 2e-2}[dtype]
+    torch.testing.assert_close(pool[[4, 1]].double(), expected_last[::2], rtol=limit, atol=limit)
+    torch.testing.assert_close(o[::2].double(), expected[::2], rtol=2e-2, atol=2e-2)
+    again = before.clone()
+    rows = []
+    for t in range(6):
+        token = {k: v[:, t : t + 1] if isinstance(v, Tensor) else v for k, v in x.items()}
+        rows.append(call("gated_delta_rule", token | in_pool | {"initial_state": again})[0])
+    assert torch.equal(torch.cat(rows, dim=1), o) and torch.equal(again, pool)
+
+
+def test_a_state_at_an_odd_address() -> None:
+    """Which no vector load takes: through a copy."""
+    x = draw("gla", tokens=2)
+    o, last = call("gla", x)
+    shifted = torch.cat([torch.zeros(1), x["initial_state"].flatten()])[1:].view_as(x["initial_state"])
+    found, state = call("gla", x | {"initial_state": shifted, "inplace": True})
+    assert torch.equal(found, o) and torch.equal(state, last) and state is shifted
+
+
 @pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])
 def test_extreme_gates(log: float) -> None:
     for name, gate in (("gla", "gk"), ("gated_delta_rule", "g")):

@@ -69,4 +69,5 @@ def prepare_delta_rule(
 
 
 def _step(call: DeltaRuleCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
-    return recurrent_ops.serve(recurrent_ops.core_of(call, *tensors[:8]), direct=direct)
+    *given, _, state_indices = tensors
+    return recurrent_ops.serve(call, recurrent_ops.core_of(call, *given), state_indices, direct=direct)

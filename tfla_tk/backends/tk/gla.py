@@ -59,14 +59,7 @@ def prepare_gla(call: LinearCall, variant: str | None, tensors: tuple[Any, ...])
     return partial(_step, call, direct=True) if recurrent.serves(call) else ops.prepare_gla(call, tensors)
 
 
-def _step(
-    call: LinearCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: MaybeTensor,
-    *_: Any,
-    direct: bool = False,
-) -> tuple[Tensor, MaybeTensor]:
-    return recurrent_ops.serve(recurrent_ops.core_of(call, q, k, v, g, initial_state=state), direct=direct)
+def _step(call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
+    q, k, v, g, state, _, state_indices = tensors
+    core = recurrent_ops.core_of(call, q, k, v, g, initial_state=state)
+    return recurrent_ops.serve(call, core, state_indices, direct=direct)

@@ -54,16 +54,7 @@ def prepare_simple_gla(
     return ops.prepare_simple_gla(call, tensors)
 
 
-def _step(
-    call: LinearCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: MaybeTensor,
-    g_gamma: MaybeTensor,
-    state: MaybeTensor,
-    *_: Any,
-    direct: bool = False,
-) -> tuple[Tensor, MaybeTensor]:
-    g = g_gamma if g is None else g
-    return recurrent_ops.serve(recurrent_ops.core_of(call, q, k, v, g, initial_state=state), direct=direct)
+def _step(call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
+    q, k, v, g, g_gamma, state, _, state_indices = tensors
+    core = recurrent_ops.core_of(call, q, k, v, g_gamma if g is None else g, initial_state=state)
+    return recurrent_ops.serve(call, core, state_indices, direct=direct)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.operands import as_state, current_stream, pointer
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_stream, pointer
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.calls.recurrent import FEW, RecurrentCore
-from tfla_tk.core.layout import DTYPES, MaybeTensor
+from tfla_tk.calls.recurrent import FEW, RecurrentCore, through_a_copy
+from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support, together
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,7 +27,11 @@ def supports(call: LinearCall, variant: str | None) -> Support:
     """Whether the kernels serve one of their calls; ValueError for a variant."""
     refusals.check_variant(variant)
     return together(
-        refusals.of_place(call.device), _of_dtype(call), _of_head_dims(call), _of_packed(call)
+        refusals.of_place(call.device),
+        _of_dtype(call),
+        _of_head_dims(call),
+        _of_packed(call),
+        _of_state(call),
     ) or device.supports(call.device, _kernels_of, *_key(call))
 
 
@@ -62,44 +64,73 @@ def _of_packed(call: LinearCall) -> Support | None:
     return Support(False, f"packed sequences of up to {FEW} tokens in all", "call the chunk function")
 
 
-def _key(call: LinearCall) -> tuple[int, bool, bool, bool]:
-    return call.dim_qk, call.state_v_first, call.gate == "channel", isinstance(call, DeltaRuleCall)
+def _of_state(call: LinearCall) -> Support | None:
+    if call.state_in_place in (None, *_DTYPES):
+        return None
+    return Support(False, f"a state in {call.state_in_place} in place", "use torch.float32, or inplace=False")
 
 
-def _kernels_of(dim_k: int, v_first: bool, by_channel: bool, delta_rule: bool) -> device.Kernels:
-    return instances.RECURRENT, (instances.recurrent("fp32", v_first, by_channel, delta_rule, dim_k),)
+def _key(call: LinearCall) -> tuple[int, bool, bool, bool, torch.dtype]:
+    delta_rule, dtype = isinstance(call, DeltaRuleCall), call.state_in_place or torch.float32
+    return call.dim_qk, call.state_v_first, call.gate == "channel", delta_rule, dtype
+
+
+def _kernels_of(
+    dim_k: int, v_first: bool, by_channel: bool, delta_rule: bool, dtype: torch.dtype
+) -> device.Kernels:
+    name = DTYPE_NAMES[dtype]
+    return instances.RECURRENT, (instances.recurrent(name, v_first, by_channel, delta_rule, dim_k),)
 
 
 def launch(core: RecurrentCore) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V], and the state after the last token in fp32, [0] where it is not wanted; on the current
     stream."""
+    before = as_state(None if core.initial_state is None else core.initial_state.float())
+    after = None
+    if core.output_final_state or core.q.shape[1] > instances.RECURRENT_TOKENS:
+        after = torch.empty(core.state_shape, dtype=torch.float32, device=core.q.device)
+    o = _launch(core, before, after, None)
+    last = after if core.output_final_state else None
+    return o, o.new_empty(0, dtype=torch.float32) if last is None else last
+
+
+def launch_in_place(core: RecurrentCore, state_indices: MaybeTensor) -> Tensor:
+    """o; the states are overwritten, with indices those of a pool that they name."""
+    state = core.initial_state
+    assert state is not None
+    if state.data_ptr() % ADDRESS_ALIGNMENT or state.stride(0) * state.itemsize % ADDRESS_ALIGNMENT:
+        return through_a_copy(
+            lambda named, _: launch(core._replace(initial_state=named)), 0, state, state_indices
+        )[0]
+    return _launch(core, state, state, state_indices)
+
+
+def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots: MaybeTensor) -> Tensor:
     q, k, v = core.q, core.k, core.v
     batch, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
     where = q.get_device()
+    stored = before if after is None else after
+    dtype = torch.float32 if stored is None else stored.dtype
     by_channel, delta_rule = core.by_channel, core.beta is not None
-    launcher, kernels = _kernels_of(dim_k, core.state_v_first, by_channel, delta_rule)
+    launcher, kernels = _kernels_of(dim_k, core.state_v_first, by_channel, delta_rule, dtype)
     kernel = build.load(launcher, *kernels)
     most = instances.RECURRENT_TOKENS
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    before = as_state(_as_fp32(core.initial_state))
-    after = None
-    if core.output_final_state or tokens > most:
-        after = torch.empty(core.state_shape, dtype=torch.float32, device=q.device)
     # to be held until the launches, which get addresses alone
-    rows = [_with_dense_rows(x) for x in (q, k, v, o)]
     g = None if core.g is None else _narrowed(core.g)
-    gates = [None if x is None else _with_dense_rows(_narrowed(x)) for x in (g, core.beta)]
+    rows = [None if x is None else _with_dense_rows(x) for x in (q, k, v, o, g)]
+    beta = None if core.beta is None else _narrowed(core.beta)
     per_head = [None if x is None else _narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
-    slot = value_heads * dim_k * dim_v
+    indices = None if slots is None else slots.contiguous()
     for first in range(0, tokens, most):
         kernel.decode(
-            *(None if x is None else _numbers(x, first) for x in (*rows, *gates)),
+            *(None if x is None else _numbers(x, first) for x in (*rows, beta)),
             *(None if x is None else (x.data_ptr(), DTYPES[x.dtype]) for x in per_head),
-            (pointer(before if first == 0 else after), slot),
-            (pointer(after), slot),
-            DTYPES[torch.float32],
-            0,
+            _pool(before if first == 0 else after),
+            _pool(after),
+            DTYPES[dtype],
+            pointer(indices),
             (batch, heads, value_heads, dim_k, dim_v, min(most, tokens - first)),
             core.scale,
             core.state_v_first,
@@ -111,8 +142,12 @@ def launch(core: RecurrentCore) -> tuple[Tensor, Tensor]:
             where,
             current_stream(where),
         )
-    last = after if core.output_final_state else None
-    return o, o.new_empty(0, dtype=torch.float32) if last is None else last
+    return o
+
+
+def _pool(x: MaybeTensor) -> tuple[int, int]:
+    """Where states begin, and elements from one to the next."""
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def _numbers(x: Tensor, first: int) -> tuple[int, ...]:
@@ -128,7 +163,3 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 
 def _narrowed(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
-
-
-def _as_fp32(x: MaybeTensor) -> Any:
-    return x if x is None or x.dtype == torch.float32 else x.float()
