@@ -85,7 +85,8 @@ _READ: dict[str, dict[str, bool]] = {}
 _PLACES: dict[str, int] = {}
 for _name in FUNCTIONS:
     _parameters = inspect.signature(getattr(tfla_tk, _name)).parameters.values()
-    _more = ("backend", "g_gamma") if _name == "chunk_lightning_attn" else ("backend",)  # than fla's
+    _more = {"backend", "state_indices", "inplace"}  # than fla's
+    _more |= {"g_gamma"} if _name == "chunk_lightning_attn" else set()
     _READ[_name] = {each.name: each.name in _FLAGS for each in _parameters if each.name not in _more}
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
 # refuse keywords that they do not read; the others ignore them
