@@ -1,4 +1,8 @@
-"""Inputs, the operators under test, their fp64 truth and the errors against it."""
+"""Inputs, the operators under test, their fp64 truth and the errors against it.
+
+Parameters of tests are combined in pairs, as in tests/cpu: three and more of them are not all tried with one
+another, but for tests marked `product`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk
+from tests.pairs import in_pairs
 from tfla_tk import delta_rule, gla, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
@@ -23,6 +29,7 @@ from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
 from tfla_tk.bench.operators import KINK
 
+HERE = Path(__file__).parent
 DEVICE = "cuda"
 
 Tensors = dict[str, Tensor]
@@ -39,6 +46,18 @@ LARGE_H = 4
 # gradient of the only token that a row sees is a difference of equal terms.
 VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
 KEPT_BYTES = 2**30  # of memory of the GPU that a process may keep between tests
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "product: all combinations of the parameters count, not pairs of them")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    own = [item for item in items if HERE in item.path.parents and not item.get_closest_marker("product")]
+    left_out = {*own} - {*in_pairs(own)}
+    config.hook.pytest_deselected(items=[item for item in own if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass(frozen=True)
