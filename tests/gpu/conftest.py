@@ -24,10 +24,13 @@ from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
 from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
+from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
 from tfla_tk.bench.operators import KINK
+from tfla_tk.core import memo
+from tfla_tk.core.layout import SEGMENT_CHUNKS
 
 HERE = Path(__file__).parent
 DEVICE = "cuda"
@@ -321,6 +324,13 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return draw
 
 
+@pytest.fixture(params=["plain", "op"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call, whose dq begins with the states that the forward left, and the op, which makes them."""
+    if request.param == "op":
+        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+
+
 @pytest.fixture
 def hardly_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autotuned Triton kernels choose between two configurations: tuning outlasts a test's limit."""
@@ -356,9 +366,12 @@ def new_calls() -> Iterator[None]:
 
 @pytest.fixture
 def cut_every(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> Callable[[int], None]:
-    """Cuts every sequence into segments of so many chunks, forward and backward."""
+    """Cuts every sequence into segments of so many chunks, forward and backward; 0: as its sizes ask for."""
 
     def cut_every(chunks: int) -> None:
+        if not chunks:
+            return
+
         def cut(sequences: int, tokens: int, *_: int) -> segments.Cut:
             return segments.Cut(sequences * -(-tokens // (chunks * segments.CHUNK)), chunks)
 
@@ -370,3 +383,37 @@ def cut_every(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> Callable[[int
         forget_calls()
 
     return cut_every
+
+
+# Forms of the delta rule's launches, by what they set of a call's sizes. The chunk matrices are made by the
+# forward's walk, by CTAs beside it or by a launch before it. A split walks the segments of a sequence at
+# once, each from a lead before it, or carries states from one to the next.
+_WHOLE = {"split": None}
+_TWO_WALKERS = {"makers": 0, "walkers": 2, "forward_walkers": 2, **_WHOLE}
+_SPLIT = {"split": property(lambda shape: shape.cut_into(SEGMENT_CHUNKS))}
+DELTA_FORMS: dict[str, dict[str, Any]] = {
+    "in walk": {"walk_makes_matrices": True, **_TWO_WALKERS},
+    "before two walkers": {"walk_makes_matrices": False, **_TWO_WALKERS},
+    "before": {"makers": 0},
+    "whole": _WHOLE,
+    "leads": {"longest_lead": SEGMENT_CHUNKS, **_SPLIT},
+    "carried": {"longest_lead": 0, **_SPLIT},
+}
+
+
+@pytest.fixture
+def take_form(
+    monkeypatch: pytest.MonkeyPatch, new_calls: None, cut_every: Callable[[int], None]
+) -> Callable[[str], None]:
+    """Has calls take one of DELTA_FORMS, or "cut": segments of two chunks; "": what their sizes ask for."""
+    rule = {name: DeltaShape.__dict__[name] for form in DELTA_FORMS.values() for name in form}
+
+    def take_form(form: str) -> None:
+        if form == "cut":
+            cut_every(2)
+            return
+        for name, value in (rule | DELTA_FORMS.get(form, {})).items():
+            monkeypatch.setattr(DeltaShape, name, value)
+        forget_calls()
+
+    return take_form
