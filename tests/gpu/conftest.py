@@ -305,6 +305,25 @@ def compare(assert_gradients: Callable[..., None]) -> Callable[..., Tensors]:
     return compare
 
 
+@pytest.fixture
+def check(assert_accurate: Callable[..., None], compare: Callable[..., Tensors]) -> Callable[..., None]:
+    """Results and, unless it `trains` nothing, gradients by the kernels, held against the truth."""
+
+    def check(
+        operator: Operator,
+        x: Tensors,
+        *,
+        trains: bool = True,
+        norm_tolerance: float = NORM_TOLERANCE,
+        **options: bool,
+    ) -> None:
+        assert_accurate(operator.run(x), operator.truth(x), norm_tolerance)
+        if trains:
+            compare(operator, x, **options)
+
+    return check
+
+
 def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:
     """x with the offsets of its packed sequences."""
     return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, dtype)}

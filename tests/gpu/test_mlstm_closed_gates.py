@@ -102,7 +102,7 @@ def compare_gradients(operator: Any, x: Tensors, assert_gradients: Check) -> Non
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("kind", INITIAL)
-def test_forward(
+def test_closed_tokens(
     operator: Any,
     dtype: torch.dtype,
     kind: str,
@@ -110,25 +110,13 @@ def test_forward(
     dims: tuple[int, int],
     make_inputs: Make,
     rel_err: Error,
-) -> None:
-    x = make_inputs(2, 3, SEQ, dims, dtype, () if kind == "none" else operator.states)
-    assert_right(operator, with_initial(close(x, CLOSED[closed]), kind), rel_err)
-
-
-@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("closed", CLOSED)
-@pytest.mark.parametrize("kind", ["given", "empty"])
-def test_backward(
-    operator: Any,
-    dtype: torch.dtype,
-    kind: str,
-    closed: str,
-    dims: tuple[int, int],
-    make_inputs: Make,
     assert_gradients: Check,
 ) -> None:
-    x = make_inputs(2, 3, SEQ, dims, dtype, operator.states)
-    compare_gradients(operator, with_initial(close(x, CLOSED[closed]), kind), assert_gradients)
+    x = make_inputs(2, 3, SEQ, dims, dtype, () if kind == "none" else operator.states)
+    x = with_initial(close(x, CLOSED[closed]), kind)
+    assert_right(operator, x, rel_err)
+    if kind in ("given", "empty"):
+        compare_gradients(operator, x, assert_gradients)
 
 
 @pytest.mark.parametrize("gates", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,4 +1,4 @@
-"""mLSTM forward on the GPU at extreme gates, and its error beside that of the Triton kernels."""
+"""mLSTM on the GPU at extreme gates, and its error beside that of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -78,6 +78,13 @@ def alternating(x: Tensors) -> None:
     x["i"][..., ::5] = -1e4
 
 
+def resets(x: Tensors) -> None:
+    x["f"][..., ::7] = -1e4
+    x["f"][..., 100] = -torch.inf
+    x["i"][..., ::5] = -1e4
+    x["i"][..., 63] = -torch.inf
+
+
 CASES: dict[str, Callable[[Tensors], None]] = {
     "plain": lambda x: None,
     "i_high_f_high": constant(1e4, 1e4),
@@ -94,6 +101,22 @@ CASES: dict[str, Callable[[Tensors], None]] = {
     "constant": constant(0.5, 2.0),
     "closed_at_start": closed_at_start,
     "alternating": alternating,
+}
+# whose gradients are checked, and whether some vanish
+BACKWARD: dict[str, tuple[Callable[[Tensors], None], bool]] = {
+    "i_high_f_high": (constant(1e4, 1e4), False),
+    "i_high_f_low": (constant(1e4, -1e4), True),
+    "i_low_f_high": (constant(-1e4, 1e4), True),
+    "i_low_f_low": (constant(-1e4, -1e4), True),
+    # i is 0 in these two
+    "forget_nothing": (constant(0.0, 1e4), False),
+    "forget_everything": (constant(0.0, -1e4), True),
+    "spike": (spike, True),
+    "late_spike": (late_spike, True),
+    "growing": (growing, True),
+    "falling": (falling, True),
+    "resets": (resets, True),
+    "closed_at_start": (closed_at_start, False),
 }
 
 
@@ -114,6 +137,19 @@ def test_extreme_gates(
     found = operator.run(x)
     assert all(t.isfinite().all() for t in found.values())
     assert_accurate(found, operator.truth(x), norm_tolerance=1e-4)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("case", BACKWARD)
+def test_gradients_at_extreme_gates(
+    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, compare: Make
+) -> None:
+    x = make_inputs(2, 3, 450, dims)
+    positive(x)
+    change, vanishing = BACKWARD[case]
+    change(x)
+    found = compare(operator, x, vanishing=vanishing)
+    assert all(t.isfinite().all() for t in found.values())
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
@@ -152,21 +188,14 @@ def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int
     assert h[:, :, 64 * (chunk + 2) :].isnan().all()
 
 
-@pytest.mark.parametrize("position", [0, 1, 63, 64, 100])
-def test_a_forget_gate_of_minus_infinity_resets(
-    operator: Any, position: int, make_inputs: Make, assert_accurate: Check
+@pytest.mark.parametrize("position", [0, 1, 63, 64, 100, 150])
+@pytest.mark.parametrize("gate", ["i", "f"])
+def test_a_gate_of_minus_infinity(
+    operator: Any, gate: str, position: int, make_inputs: Make, assert_accurate: Check
 ) -> None:
+    """An input gate skips its token, a forget gate resets the state."""
     x = make_inputs(seq=200)
-    x["f"][..., position] = -torch.inf
-    assert_accurate(operator.run(x), operator.truth(x))
-
-
-@pytest.mark.parametrize("position", [0, 63, 64, 150])
-def test_an_input_gate_of_minus_infinity_skips(
-    operator: Any, position: int, make_inputs: Make, assert_accurate: Check
-) -> None:
-    x = make_inputs(seq=200)
-    x["i"][..., position] = -torch.inf
+    x[gate][..., position] = -torch.inf
     assert_accurate(operator.run(x), operator.truth(x))
 
 

@@ -1,4 +1,4 @@
-"""mLSTM forward on the GPU: memory layouts read in place, what is allocated and written, large offsets."""
+"""mLSTM on the GPU: memory layouts read in place, what is allocated and written, large offsets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from tfla_tk.backends.tk import segments
 
 from .memory import (
+    OPERANDS,
+    fuse,
     head_last,
     odd_rows,
     relayout,
@@ -27,14 +29,6 @@ Check = Callable[..., None]
 
 
 COPIED = (shifted, odd_rows, shifted_transposed, head_last)
-
-
-def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """q, k, v as slices of one [B, S, NH, 2 K + V] tensor, as a fused projection leaves them."""
-    names = ("q", "k", "v")
-    fused = torch.cat([x[name] for name in names], dim=-1).transpose(1, 2).contiguous()
-    parts = fused.split([x[name].shape[-1] for name in names], dim=-1)
-    return x | {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
 
 
 @pytest.fixture
@@ -64,7 +58,10 @@ def test_views_are_read_in_place(
 ) -> None:
     x = make_inputs(2, 4, 1000, dims)
     plain = operator.run(x)
-    view = relayout(x, transposed) if layout == "transposed" else fuse(x)
+    view = relayout(x, transposed)
+    if layout == "fused":
+        parts = fuse({name: x[name].transpose(1, 2) for name in OPERANDS})
+        view = x | {name: t.transpose(1, 2) for name, t in parts.items()}
     found = operator.run(view)
     assert_accurate(found, operator.truth(x))
     assert all(torch.equal(found[name], plain[name]) for name in plain)
@@ -117,18 +114,13 @@ def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accura
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
-    operator: Any,
-    gate_dtype: torch.dtype,
-    dims: tuple[int, int],
-    make_inputs: Make,
-    assert_accurate: Check,
+    operator: Any, gate_dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, check: Check
 ) -> None:
     x = make_inputs(dims=dims)
     # i as a model's [B, S, NH] projection, f every second entry of a row
     i = x["i"].to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
     f = x["f"].to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
-    x |= {"i": i, "f": f}
-    assert_accurate(operator.run(x), operator.truth(x))
+    check(operator, x | {"i": i, "f": f})
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -166,20 +158,36 @@ def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, ass
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 63, 129])
 def test_every_element_is_written(
-    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+    operator: Any,
+    seq: int,
+    dims: tuple[int, int],
+    make_inputs: Make,
+    assert_accurate: Check,
+    assert_gradients: Check,
 ) -> None:
-    x = make_inputs(2, 3, seq, dims)
+    x = make_inputs(2, 3, seq, dims, states=operator.states)
     for view in (x, relayout(x, transposed), relayout(x, head_last)):
+        cotangents = operator.draw_cotangents(view, last=True)
         with uninitialised_memory_is_nan():
-            found = operator.run(view)
+            found, grads = operator.run(view), operator.gradients(view, cotangents)
         assert_accurate(found, operator.truth(x))
+        assert_gradients(grads, operator.true_gradients(view, cotangents), x["q"].dtype, cotangents["h"])
 
 
-def test_inputs_are_left_alone(operator: Any, make_inputs: Make) -> None:
-    x = make_inputs(states=operator.states)
-    before = {name: t.clone() for name, t in x.items()}
-    operator.run(x)
-    assert all(torch.equal(x[name], before[name]) for name in x)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("layout", [transposed, shifted, head_last], ids=lambda layout: layout.__name__)
+def test_gradients_lie_as_their_inputs_do(
+    operator: Any, layout: Callable[[Tensor], Tensor], dims: tuple[int, int], make_inputs: Make
+) -> None:
+    """The same bits, whatever the layout of the operands and of dh."""
+    x = make_inputs(2, 3, 200, dims, states=operator.states)
+    cotangents = operator.draw_cotangents(x, last=True)
+    expected = operator.gradients(x, cotangents)
+    view = relayout(x, layout)
+    found = operator.gradients(view, cotangents | {"h": layout(cotangents["h"])})
+    for name, t in found.items():
+        assert torch.equal(t, expected[name]), name
+        assert t.stride() == torch.empty_like(view[name]).stride(), name
 
 
 @pytest.mark.slow

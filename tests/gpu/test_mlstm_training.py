@@ -114,17 +114,6 @@ def test_cuda_graph_of_a_training_step(operator: Any, make_inputs: Make) -> None
     assert all(torch.equal(t, expected[name]) for name, t in weights.items())
 
 
-def test_no_host_synchronisation(operator: Any, make_inputs: Make) -> None:
-    x = make_inputs(states=operator.states)
-    cotangents = operator.draw_cotangents(x, last=True)
-    operator.gradients(x, cotangents)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        operator.gradients(x, cotangents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
 def test_torch_compile(

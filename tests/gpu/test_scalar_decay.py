@@ -20,7 +20,7 @@ from .linear import (
     train,
 )
 from .linear import draw_simple_gla as draw
-from .memory import LENGTHS
+from .memory import LENGTHS, normal
 
 Cut = Callable[[int], None]
 
@@ -86,6 +86,20 @@ def test_a_decay_for_each_head(dtype: torch.dtype) -> None:
     check(x, chunk_retention)
     check(x, chunk_lightning_attn, layer_idx=3, num_layers=12)
     check(x, chunk_lightning_attn, g_gamma=g[0, 0])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("rate", [0.01, 1.0, 8.0])
+def test_decays(rate: float, dims: tuple[int, int], dtype: torch.dtype, cut_every: Cut) -> None:
+    """Of a backward in one walk, with more heads of v than of q and k. Constant decays have no gradient."""
+    q, k = (normal(2, 500, 2, dims[0], dtype=dtype, seed=seed) for seed in (0, 1))
+    v = normal(2, 500, 4, dims[1], dtype=dtype)
+    x = {"q": q, "k": k, "v": v, "initial_state": normal(2, 4, *dims)}
+    for chunks in (1, 1000):
+        cut_every(chunks)
+        check_both(x | {"g": -rate * normal(2, 500, 4).abs()}, chunk_simple_gla)
+        check_both(x | {"g_gamma": -rate * normal(4).abs()}, chunk_simple_gla)
+        check_both(x, chunk_lightning_attn, layer_idx=3, num_layers=12)
 
 
 def test_no_decay_at_all(dtype: torch.dtype) -> None:
