@@ -15,7 +15,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE
+from .accuracy import TOLERANCE
 from .linear import (
     Normal,
     Tensors,

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 import tfla_tk
 
-from .conftest import DEVICE
+from .accuracy import DEVICE
 from .linear import Normal, Tensors, draw_operands
 
 HEADS = 2

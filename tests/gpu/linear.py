@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 import tfla_tk
 from tfla_tk import chunk_simple_gla
 
-from .conftest import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
+from .accuracy import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
 from .memory import LENGTHS, uninitialised_memory_is_nan
 
 Tensors = dict[str, Tensor]

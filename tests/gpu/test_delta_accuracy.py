@@ -13,7 +13,7 @@ from tfla_tk.bench import fla
 from tfla_tk.bench.inputs import cotangent_like, delta_rule_inputs
 from tfla_tk.bench.shapes import Shape as BenchShape
 
-from .conftest import relative_error
+from .accuracy import relative_error
 from .delta_rule import SEGMENT, draw, function_of, shape_of, ungated
 from .linear import VANISHED, Tensors, exact, run, train
 

@@ -15,7 +15,7 @@ from tfla_tk import chunk_gated_delta_rule, chunk_simple_gla
 from tfla_tk.bench import fla
 from tfla_tk.reference import delta_log_decay
 
-from .conftest import GRADIENT_TOLERANCE, relative_error
+from .accuracy import GRADIENT_TOLERANCE, relative_error
 from .delta_rule import draw
 from .linear import Normal, Tensors, draw_cotangents, exact, run, train
 

@@ -19,7 +19,8 @@ from tfla_tk.backends.tk.delta_rule import call
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import multiprocessors
 
-from .conftest import forget_calls, relative_error
+from .accuracy import relative_error
+from .conftest import forget_calls
 from .delta_rule import (
     BETAS,
     GATES,

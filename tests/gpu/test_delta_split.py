@@ -18,7 +18,8 @@ from tfla_tk.backends.tk.prepared import Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE, forget_calls
+from .accuracy import TOLERANCE
+from .conftest import forget_calls
 from .delta_rule import (
     SEGMENT,
     check,

@@ -17,7 +17,7 @@ from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core import memo
 
-from .conftest import relative_error
+from .accuracy import relative_error
 from .linear import (
     REPEATS,
     Normal,

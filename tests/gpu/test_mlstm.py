@@ -17,14 +17,13 @@ from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.instances import MLSTM_TILES
 
+from .accuracy import relative_error
 from .linear import REPEATS
 from .memory import LENGTHS, TOKENS
+from .mlstm import assert_accurate, assert_gradients, check, draw_packed, make_inputs
 
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
-Check = Callable[..., None]
 CutEvery = Callable[[int], None]
-Error = Callable[[Tensor, Tensor], float]
 
 NATIVE = list(itertools.product((64, 128, 256), (64, 128, 256, 512)))
 PADDED = [(16, 16), (48, 80), (96, 96), (160, 384), (208, 176)]
@@ -47,9 +46,7 @@ def with_positive_sums(x: Tensors) -> Tensors:
 
 @pytest.mark.product
 @of_dims(NATIVE)
-def test_native_head_dims(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, check: Check
-) -> None:
+def test_native_head_dims(operator: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """Every instance of the kernels, with every gate."""
     check(operator, make_inputs(1, 1, 1, dims, dtype), trains=False)
     for seq in (1, 65):
@@ -61,17 +58,13 @@ def test_native_head_dims(
 
 @of_dims(PADDED)
 @pytest.mark.parametrize("seq", [1, 64, 130])
-def test_padded_head_dims(
-    operator: Any, dtype: torch.dtype, seq: int, dims: tuple[int, int], make_inputs: Make, check: Check
-) -> None:
+def test_padded_head_dims(operator: Any, dtype: torch.dtype, seq: int, dims: tuple[int, int]) -> None:
     check(operator, make_inputs(2, 3, seq, dims, dtype, operator.states), trains=seq > 1)
 
 
 @of_dims([*MAIN, (48, 80)])
 @pytest.mark.parametrize("seq", [2, 1000, *ABOUT_CHUNKS])
-def test_lengths(
-    operator: Any, dtype: torch.dtype, seq: int, dims: tuple[int, int], make_inputs: Make, check: Check
-) -> None:
+def test_lengths(operator: Any, dtype: torch.dtype, seq: int, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, seq, dims, dtype, operator.states)
     check(operator, x, vanishing=seq < 64 and dims not in ONE_WALK)
 
@@ -89,8 +82,6 @@ def test_states_and_cuts(
     initial: bool,
     dims: tuple[int, int],
     cut_every: CutEvery,
-    make_inputs: Make,
-    check: Check,
 ) -> None:
     cut_every(chunks)
     seq = 1000 if chunks else 300
@@ -112,8 +103,6 @@ def test_packed_sequences(
     initial: bool,
     dims: tuple[int, int],
     cut_every: CutEvery,
-    draw_packed: Make,
-    check: Check,
 ) -> None:
     cut_every(chunks)
     x = draw_packed(operator, lengths, dims, dtype)
@@ -123,9 +112,7 @@ def test_packed_sequences(
 
 @pytest.mark.parametrize("chunks", [1, 4, 100])
 @pytest.mark.parametrize("count", [31, 32, 33, 100])
-def test_many_packed_sequences(
-    count: int, chunks: int, operator: Any, cut_every: CutEvery, draw_packed: Make, check: Check
-) -> None:
+def test_many_packed_sequences(count: int, chunks: int, operator: Any, cut_every: CutEvery) -> None:
     """Offsets are looked at 32 at a time; segments of one chunk cut the longer sequences."""
     cut_every(chunks)
     check(operator, draw_packed(operator, [(7 * n) % 90 for n in range(count)], (64, 64)))
@@ -133,9 +120,7 @@ def test_many_packed_sequences(
 
 @of_dims(MAIN)
 @pytest.mark.parametrize("split", [1, 63, 64, 337, 999])
-def test_two_calls_with_the_state_passed_equal_one(
-    operator: Any, split: int, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_two_calls_with_the_state_passed_equal_one(operator: Any, split: int, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, 1000, dims, states=operator.states)
     first = operator.run({name: t[:, :, :split] if name in TOKENS else t for name, t in x.items()})
     state = {name: first[name[0]] for name in operator.states}
@@ -147,7 +132,7 @@ def test_two_calls_with_the_state_passed_equal_one(
     assert_accurate(operator.run(x), truth)
 
 
-def test_the_state_is_only_computed_on_request(operator: Any, make_inputs: Make) -> None:
+def test_the_state_is_only_computed_on_request(operator: Any) -> None:
     x = make_inputs()
     h = operator(x)
     assert isinstance(h, Tensor)
@@ -155,9 +140,7 @@ def test_the_state_is_only_computed_on_request(operator: Any, make_inputs: Make)
 
 
 @of_dims(MAIN)
-def test_only_through_the_last_state(
-    operator: Any, dims: tuple[int, int], make_inputs: Make, assert_gradients: Check
-) -> None:
+def test_only_through_the_last_state(operator: Any, dims: tuple[int, int]) -> None:
     """h is not used: the gradient of q is none, or zero."""
     x = make_inputs(2, 3, 300, dims, states=operator.states)
     cotangents = operator.draw_cotangents(x, last=True)
@@ -168,13 +151,7 @@ def test_only_through_the_last_state(
 
 
 @of_dims(MAIN)
-def test_against_the_recurrence(
-    exponential: Any,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    make_inputs: Make,
-    assert_gradients: Check,
-) -> None:
+def test_against_the_recurrence(exponential: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """The specification itself, token by token."""
     x = make_inputs(1, 2, 150, dims, dtype, exponential.states)
     cotangents = exponential.draw_cotangents(x, last=True)
@@ -183,20 +160,14 @@ def test_against_the_recurrence(
 
 
 @pytest.mark.parametrize("forget_bias", [0.0, 3.0, 12.0])
-def test_forget_gates_of_a_long_sequence(
-    operator: Any,
-    dtype: torch.dtype,
-    forget_bias: float,
-    make_inputs: Make,
-    check: Check,
-) -> None:
+def test_forget_gates_of_a_long_sequence(operator: Any, dtype: torch.dtype, forget_bias: float) -> None:
     """df is a sum over tokens: the noise of all of them must not collect in it."""
     x = make_inputs(1, 4, 4096, (128, 256), dtype)
     x["f"] += forget_bias - 3
     check(operator, x, last=False, norm_tolerance=1e-4)
 
 
-def test_a_cotangent_of_ones(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
+def test_a_cotangent_of_ones(operator: Any) -> None:
     """h.sum(): one element, expanded."""
     x = make_inputs()
     leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
@@ -205,9 +176,7 @@ def test_a_cotangent_of_ones(operator: Any, make_inputs: Make, assert_gradients:
     assert_gradients({name: t.grad for name, t in leaves.items()}, expected, x["q"].dtype)
 
 
-def test_gradients_whose_squares_are_beyond_fp32(
-    operator: Any, make_inputs: Make, assert_gradients: Check
-) -> None:
+def test_gradients_whose_squares_are_beyond_fp32(operator: Any) -> None:
     """Every gradient is linear in dh, whatever its size: so is df, whose noise is weighed by squares."""
     x = make_inputs()
     cotangents = operator.draw_cotangents(x, last=False)
@@ -215,7 +184,7 @@ def test_gradients_whose_squares_are_beyond_fp32(
     assert_gradients(operator.gradients(x, cotangents), operator.true_gradients(x, cotangents), x["q"].dtype)
 
 
-def test_the_explicit_formulas_agree(exponential: Any, make_inputs: Make, rel_err: Error) -> None:
+def test_the_explicit_formulas_agree(exponential: Any) -> None:
     """The op on the GPU and the op on the CPU, which computes the reference, from the same saved rows."""
     x = make_inputs(1, 2, 200, (64, 64), states=exponential.states)
     cotangents = exponential.draw_cotangents(x, last=True)
@@ -225,14 +194,12 @@ def test_the_explicit_formulas_agree(exponential: Any, make_inputs: Make, rel_er
         *(x[name].double() for name in (*names, "m_initial")), *(t.double() for t in cotangents.values())
     )
     for name, t in zip(names, expected, strict=True):
-        assert rel_err(found[name], t) <= 1e-2, name
+        assert relative_error(found[name], t) <= 1e-2, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", NATIVE, ids="{0[0]}_{0[1]}".format)
-def test_at_benchmark_size(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_at_benchmark_size(operator: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     x = make_inputs(8, 16, 8192, dims, dtype)
     found = operator.run(x)
     # a row at a time: the fp64 copies of all would be four times the operands
@@ -245,9 +212,7 @@ def test_at_benchmark_size(
 
 
 @pytest.mark.parametrize("chunks", [7, 8, 9])
-def test_anchors_at_and_beside_cuts(
-    operator: Any, chunks: int, cut_every: CutEvery, make_inputs: Make, check: Check
-) -> None:
+def test_anchors_at_and_beside_cuts(operator: Any, chunks: int, cut_every: CutEvery) -> None:
     """An anchor lies before every eighth chunk of a sequence, whatever its segments."""
     cut_every(chunks)
     check(operator, make_inputs(1, 3, 2200, states=operator.states))
@@ -257,12 +222,7 @@ def test_anchors_at_and_beside_cuts(
 @pytest.mark.parametrize("forget_bias", [-8.0, 0.0, 12.0])
 @pytest.mark.parametrize("input_bias", [-60.0, 0.0])
 def test_segments_that_forget_and_that_do_not(
-    operator: Any,
-    input_bias: float,
-    forget_bias: float,
-    cut_every: CutEvery,
-    make_inputs: Make,
-    check: Check,
+    operator: Any, input_bias: float, forget_bias: float, cut_every: CutEvery
 ) -> None:
     """What is forgotten at the end of a segment is skipped, and nothing else."""
     x = with_positive_sums(make_inputs(1, 3, 3000, states=operator.states))
@@ -273,9 +233,7 @@ def test_segments_that_forget_and_that_do_not(
     check(operator, x, vanishing=True, norm_tolerance=1e-4)
 
 
-def test_a_small_normaliser_outweighs_the_gates(
-    exponential: Any, cut_every: CutEvery, make_inputs: Make, rel_err: Callable[[Tensor, Tensor], float]
-) -> None:
+def test_a_small_normaliser_outweighs_the_gates(exponential: Any, cut_every: CutEvery) -> None:
     """The gates leave 2^-185 of the only rows with a gradient, but these are divided by 2^-100."""
     x = make_inputs(1, 2, 512, (64, 64))
     x["i"].fill_(80.0)
@@ -293,15 +251,13 @@ def test_a_small_normaliser_outweighs_the_gates(
     cut_every(4)
     expected = dk({name: t.double() for name, t in x.items()}, dh.double(), "reference")
     assert 0 < expected.abs().max().item() < 2**-70
-    assert rel_err(dk(x, dh, "tk"), expected) <= 8e-3
+    assert relative_error(dk(x, dh, "tk"), expected) <= 8e-3
 
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("gate", ["i", "f"])
 @pytest.mark.parametrize("position", [70, 957, 1000, 1001, 1063, 1950])  # odd ones too: each lane has two
-def test_a_nan_gate_shows_behind_a_cut(
-    operator: Any, position: int, gate: str, cut_every: CutEvery, make_inputs: Make
-) -> None:
+def test_a_nan_gate_shows_behind_a_cut(operator: Any, position: int, gate: str, cut_every: CutEvery) -> None:
     """In all that follows it in the walk of a gradient, as far as other segments are concerned."""
     length = 15 * segments.CHUNK
     x = make_inputs(1, 3, 2000)
@@ -321,16 +277,14 @@ def test_a_nan_gate_shows_behind_a_cut(
 
 @pytest.mark.slow
 @of_dims(MAIN)
-def test_long_sequences_are_cut_by_the_rule(
-    operator: Any, dims: tuple[int, int], make_inputs: Make, check: Check
-) -> None:
+def test_long_sequences_are_cut_by_the_rule(operator: Any, dims: tuple[int, int]) -> None:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     found = tk_walks.cut_sequences((1, 2, 8192, *dims), 1, multiprocessors, packed=False)
     assert found.segments > 8
     check(operator, make_inputs(1, 2, 8192, dims, states=operator.states))
 
 
-def test_a_long_forward_is_cut_by_the_rule(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_a_long_forward_is_cut_by_the_rule(operator: Any) -> None:
     x = make_inputs(1, 4, 20_000)
     assert segments.cut(1, 20_000, 4, torch.cuda.get_device_properties(0).multi_processor_count).segments > 8
     assert_accurate(operator.run(x), operator.truth(x))
@@ -350,14 +304,7 @@ def chunk_slots(lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @with_initial
 def test_rows_for_the_backward(
-    operator: Any,
-    initial: bool,
-    packed: bool,
-    chunks: int,
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
-    draw_packed: Make,
-    rel_err: Callable[[Tensor, Tensor], float],
+    operator: Any, initial: bool, packed: bool, chunks: int, cut_every: Callable[[int], None]
 ) -> None:
     """row_n, row_m and chunk_m against the fp64 CPU implementation of the op."""
     x = make_inputs(2, 3, sum(LENGTHS), states=operator.states)
@@ -384,19 +331,19 @@ def test_rows_for_the_backward(
         assert found.shape == (x["i"].shape if wanted else (0,))
         assert found.dtype == torch.float32
         # the scores are rounded to the operands' dtype nowhere on their way to row_n
-        assert rel_err(found.cpu(), truth) <= (1e-4 if wanted else 0)
+        assert relative_error(found.cpu(), truth) <= (1e-4 if wanted else 0)
     assert chunk_m.dtype == torch.float32 and chunk_m.shape == true_chunk_m.shape
     if not sigmoid_gate:
         used = chunk_slots(LENGTHS if packed else [sum(LENGTHS)])
         sums, true_sums = (m.double().sum(-1)[..., used] for m in (chunk_m.cpu(), true_chunk_m))
-        assert rel_err(sums, true_sums) <= 1e-6
+        assert relative_error(sums, true_sums) <= 1e-6
 
 
 # one walk
 
 
 @of_dims(ONE_WALK)
-def test_states_made_again_are_the_same(operator: Any, dims: tuple[int, int], make_inputs: Make) -> None:
+def test_states_made_again_are_the_same(operator: Any, dims: tuple[int, int]) -> None:
     """Where autograd keeps none of the forward's: the gradients have the same bits. So has h without them."""
     x = make_inputs(2, 3, 1000, dims, states=operator.states)
     cotangents = operator.draw_cotangents(x, True)
@@ -412,7 +359,7 @@ def test_states_made_again_are_the_same(operator: Any, dims: tuple[int, int], ma
 @pytest.mark.parametrize("first", [64, 100, 128, 170])
 @pytest.mark.parametrize("forget", [-4.0, -12.0, -40.0])
 def test_gates_that_close_in_either_chunk_of_a_pair(
-    operator: Any, forget: float, first: int, dims: tuple[int, int], make_inputs: Make, check: Check
+    operator: Any, forget: float, first: int, dims: tuple[int, int]
 ) -> None:
     x = make_inputs(2, 3, 400, dims, states=operator.states)
     x["f"][..., first], x["f"][..., first + 3] = forget, forget
@@ -426,12 +373,7 @@ def test_gates_that_close_in_either_chunk_of_a_pair(
 @of_dims([*MLSTM_TILES, (128, 512), (256, 512)])
 @pytest.mark.parametrize("chunks", [0, 2], ids=["whole", "cut"])
 def test_repeats_are_bitwise_equal(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: CutEvery,
-    make_inputs: Make,
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: CutEvery
 ) -> None:
     cut_every(chunks)
     x = make_inputs(2, 17, 450, dims, dtype, operator.states)
@@ -451,9 +393,7 @@ def test_repeats_are_bitwise_equal(
 
 
 @of_dims([(128, 256), (256, 512)])
-def test_repeats_of_the_sequential_kernels(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_repeats_of_the_sequential_kernels(operator: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 40, 450, dims, dtype, operator.states)
     first = operator.run_sequential(x)
     assert_accurate(first, operator.truth(x))

@@ -13,9 +13,10 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk.backends.triton import mlstm_kernels as triton
 
+from .accuracy import relative_error
+from .mlstm import assert_accurate, compare, make_inputs
+
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
-Check = Callable[..., None]
 
 DIMS = [(64, 64), (128, 256), (256, 512)]
 # error against fp64 relative to Triton's; two roundings of the same size differ by chance
@@ -128,9 +129,7 @@ def positive(x: Tensors) -> None:
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("case", CASES)
-def test_extreme_gates(
-    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_extreme_gates(operator: Any, case: str, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, 450, dims)
     positive(x)
     CASES[case](x)
@@ -141,9 +140,7 @@ def test_extreme_gates(
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("case", BACKWARD)
-def test_gradients_at_extreme_gates(
-    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, compare: Make
-) -> None:
+def test_gradients_at_extreme_gates(operator: Any, case: str, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, 450, dims)
     positive(x)
     change, vanishing = BACKWARD[case]
@@ -155,7 +152,7 @@ def test_gradients_at_extreme_gates(
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("closed", [slice(0, 130), slice(200, 330), slice(600, 700)], ids=str)
 def test_gates_that_close_for_a_while_leave_fp16_its_digits(
-    operator: Any, closed: slice, dims: tuple[int, int], make_inputs: Make, rel_err: Callable[..., float]
+    operator: Any, closed: slice, dims: tuple[int, int]
 ) -> None:
     """What is small in h is as exact as fp16 can be, and so is what comes before and after."""
     x = make_inputs(2, 2, 700, dims, torch.float16)
@@ -167,12 +164,12 @@ def test_gates_that_close_for_a_while_leave_fp16_its_digits(
     open_rows[closed] = False
     for rows in (open_rows, ~open_rows):
         found, exact = h[:, :, rows], truth[:, :, rows]
-        least = math.hypot(rel_err(exact.half(), exact), 2 * torch.finfo(torch.float16).eps)
-        assert rel_err(found, exact) <= 1.1 * least
+        least = math.hypot(relative_error(exact.half(), exact), 2 * torch.finfo(torch.float16).eps)
+        assert relative_error(found, exact) <= 1.1 * least
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int], make_inputs: Make) -> None:
+def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int]) -> None:
     """Where C stays within it: h is not finite then, and not wrong."""
     # At K = 256 n is kept in units of the state, which is up to 2^-10 of what it stands for.
     units = 2**10 if dims[0] == 256 else 1
@@ -190,9 +187,7 @@ def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int
 
 @pytest.mark.parametrize("position", [0, 1, 63, 64, 100, 150])
 @pytest.mark.parametrize("gate", ["i", "f"])
-def test_a_gate_of_minus_infinity(
-    operator: Any, gate: str, position: int, make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_a_gate_of_minus_infinity(operator: Any, gate: str, position: int) -> None:
     """An input gate skips its token, a forget gate resets the state."""
     x = make_inputs(seq=200)
     x[gate][..., position] = -torch.inf
@@ -201,7 +196,7 @@ def test_a_gate_of_minus_infinity(
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 def test_keys_behind_closed_gates_are_not_seen(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+    operator: Any, dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
     """A token without weight leaves nothing, however large its key."""
     x = make_inputs(2, 3, 450, dims, dtype)
@@ -213,7 +208,7 @@ def test_keys_behind_closed_gates_are_not_seen(
 
 
 @pytest.mark.parametrize("gate", ["i", "f"])
-def test_a_nan_gate_shows(operator: Any, gate: str, make_inputs: Make) -> None:
+def test_a_nan_gate_shows(operator: Any, gate: str) -> None:
     x = make_inputs(seq=200)
     x[gate][:, 1, 70] = torch.nan
     h = operator(x)
@@ -222,9 +217,7 @@ def test_a_nan_gate_shows(operator: Any, gate: str, make_inputs: Make) -> None:
 
 
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "k", "v")], ids="".join)
-def test_zero_operands(
-    operator: Any, names: tuple[str, ...], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_zero_operands(operator: Any, names: tuple[str, ...]) -> None:
     x = make_inputs()
     for name in names:
         x[name].zero_()
@@ -247,22 +240,16 @@ def triton_variants() -> list[tuple[str, str]]:
     ("operator", "variant"), triton_variants(), indirect=["operator"], ids=lambda x: x.removeprefix("triton:")
 )
 def test_no_less_accurate_than_triton(
-    operator: Any,
-    dtype: torch.dtype,
-    variant: str,
-    case: str,
-    dims: tuple[int, int],
-    make_inputs: Make,
-    rel_err: Callable[[Tensor, Tensor], float],
+    operator: Any, dtype: torch.dtype, variant: str, case: str, dims: tuple[int, int]
 ) -> None:
     x = make_inputs(2, 4, 512, dims, dtype)
     if case != "plain":
         positive(x)
     CASES[case](x)
     truth = operator.truth(x)["h"]
-    error = rel_err(operator(x), truth)
+    error = relative_error(operator(x), truth)
     baseline = getattr(tfla_tk, operator.function)(**x, **operator.options, backend=variant)
-    baseline_error = rel_err(baseline, truth)
+    baseline_error = relative_error(baseline, truth)
     assert error == error, "NaN"
     limit = baseline_error
     if variant.startswith("triton:limit_chunk") and case in ONE_TOKEN:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tfla_tk.backends.tk import segments
 
+from .accuracy import relative_error
 from .memory import (
     OPERANDS,
     fuse,
@@ -23,10 +24,7 @@ from .memory import (
     transposed,
     uninitialised_memory_is_nan,
 )
-
-Make = Callable[..., dict[str, Tensor]]
-Check = Callable[..., None]
-
+from .mlstm import assert_accurate, assert_gradients, check, make_inputs
 
 COPIED = (shifted, odd_rows, shifted_transposed, head_last)
 
@@ -53,9 +51,7 @@ def peak_bytes(function: Callable[[], Tensor]) -> int:
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("layout", ["transposed", "fused"])
-def test_views_are_read_in_place(
-    operator: Any, layout: str, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_views_are_read_in_place(operator: Any, layout: str, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 4, 1000, dims)
     plain = operator.run(x)
     view = relayout(x, transposed)
@@ -72,9 +68,7 @@ def test_views_are_read_in_place(
 
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("layout", COPIED, ids=lambda layout: layout.__name__)
-def test_what_tma_cannot_address_is_copied_once(
-    operator: Any, layout: Callable[[Tensor], Tensor], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_what_tma_cannot_address_is_copied_once(operator: Any, layout: Callable[[Tensor], Tensor]) -> None:
     x = make_inputs(2, 4, 1000, (128, 128))
     plain = operator.run(x)
     view = relayout(x, layout)
@@ -89,9 +83,7 @@ def test_what_tma_cannot_address_is_copied_once(
 
 
 @pytest.mark.parametrize("names", [("q", "k", "v"), ("c_initial", "n_initial", "m_initial")], ids="_".join)
-def test_a_call_like_the_last_one_at_odd_addresses(
-    names: tuple[str, ...], operator: Any, make_inputs: Make
-) -> None:
+def test_a_call_like_the_last_one_at_odd_addresses(names: tuple[str, ...], operator: Any) -> None:
     """What is kept of calls does not tell where their tensors start."""
     x = make_inputs(states=operator.states)
     plain = operator.run(x)
@@ -103,7 +95,7 @@ def test_a_call_like_the_last_one_at_odd_addresses(
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_heads_that_share_memory(operator: Any) -> None:
     x = {
         name: t[:, :1].expand_as(t) if name in ("q", "k", "v", "f") else t
         for name, t in make_inputs().items()
@@ -114,7 +106,7 @@ def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accura
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
-    operator: Any, gate_dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, check: Check
+    operator: Any, gate_dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
     x = make_inputs(dims=dims)
     # i as a model's [B, S, NH] projection, f every second entry of a row
@@ -127,12 +119,7 @@ def test_gates_of_any_dtype_and_strides(
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_reads_gates_of_any_dtype(
-    gate_dtype: torch.dtype,
-    dims: tuple[int, int],
-    first: int,
-    exponential: Any,
-    make_inputs: Make,
-    assert_accurate: Check,
+    gate_dtype: torch.dtype, dims: tuple[int, int], first: int, exponential: Any
 ) -> None:
     """The registered op takes gates as they are, at addresses of their dtype's alignment."""
     x = make_inputs(dims=dims)
@@ -143,7 +130,7 @@ def test_the_kernel_reads_gates_of_any_dtype(
     assert_accurate(found, exponential.truth(x))
 
 
-def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_initial_states_may_start_anywhere(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     truth = operator.truth(x)
     for name in operator.states:
@@ -157,14 +144,7 @@ def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, ass
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 63, 129])
-def test_every_element_is_written(
-    operator: Any,
-    seq: int,
-    dims: tuple[int, int],
-    make_inputs: Make,
-    assert_accurate: Check,
-    assert_gradients: Check,
-) -> None:
+def test_every_element_is_written(operator: Any, seq: int, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, seq, dims, states=operator.states)
     for view in (x, relayout(x, transposed), relayout(x, head_last)):
         cotangents = operator.draw_cotangents(view, last=True)
@@ -177,7 +157,7 @@ def test_every_element_is_written(
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("layout", [transposed, shifted, head_last], ids=lambda layout: layout.__name__)
 def test_gradients_lie_as_their_inputs_do(
-    operator: Any, layout: Callable[[Tensor], Tensor], dims: tuple[int, int], make_inputs: Make
+    operator: Any, layout: Callable[[Tensor], Tensor], dims: tuple[int, int]
 ) -> None:
     """The same bits, whatever the layout of the operands and of dh."""
     x = make_inputs(2, 3, 200, dims, states=operator.states)
@@ -192,9 +172,7 @@ def test_gradients_lie_as_their_inputs_do(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_more_than_2_to_the_31_elements_of_q(
-    layout: str, exponential: Any, make_inputs: Make, rel_err: Callable[[Tensor, Tensor], float]
-) -> None:
+def test_more_than_2_to_the_31_elements_of_q(layout: str, exponential: Any) -> None:
     heads, seq, tail = 8, 1_100_000, 300
     x = make_inputs(1, heads, seq, (256, 64))
     assert x["q"].numel() > 2**31
@@ -206,13 +184,11 @@ def test_more_than_2_to_the_31_elements_of_q(
     h = exponential(x)[:, :, -tail:]
     truth = exponential.truth({name: t[:, :, -tail:] for name, t in x.items()})["h"]
     for head in range(heads):
-        assert rel_err(h[:, head], truth[:, head]) <= 5e-3, f"head {head}"
+        assert relative_error(h[:, head], truth[:, head]) <= 5e-3, f"head {head}"
 
 
 @pytest.mark.slow
-def test_more_than_2_to_the_31_elements_of_state(
-    exponential: Any, make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_more_than_2_to_the_31_elements_of_state(exponential: Any) -> None:
     x = make_inputs(40, 410, 2, (256, 512), states=exponential.states)
     assert x["c_initial"].numel() > 2**31
     found = exponential.run(x)

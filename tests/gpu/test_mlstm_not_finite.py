@@ -13,8 +13,9 @@ from torch import Tensor
 
 import tfla_tk
 
+from .mlstm import draw_packed, make_inputs
+
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
 
 DIMS = [(64, 64), (128, 256), (256, 512)]
 BAD = [math.nan, math.inf]
@@ -43,12 +44,7 @@ def assert_equal(found: Tensors, clean: Tensors, part: Callable[[str, Tensor], T
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("chunks", [1, 100])
 def test_packed_neighbours(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    draw_packed: Callable[..., Tensors],
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: Callable[[int], None]
 ) -> None:
     """Sequences whose tiles of 64 rows reach into the poisoned one, and that its own tiles reach into."""
     cut_every(chunks)
@@ -80,12 +76,7 @@ def test_packed_neighbours(
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("chunks", [1, 100])
 def test_other_heads_batch_entries_and_earlier_chunks(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: Callable[[int], None]
 ) -> None:
     cut_every(chunks)
     x = make_inputs(2, 3, 300, dims, dtype, operator.states)
@@ -101,9 +92,7 @@ def test_other_heads_batch_entries_and_earlier_chunks(
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-def test_a_cotangent_that_is_not_finite(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], draw_packed: Callable[..., Tensors]
-) -> None:
+def test_a_cotangent_that_is_not_finite(operator: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """In dh of one packed sequence: the gradients of its neighbours and of the next call."""
     x = draw_packed(operator, [100, 90, 200], dims, dtype)
     cotangents = operator.draw_cotangents(x, True)
@@ -126,7 +115,7 @@ def test_a_cotangent_that_is_not_finite(
 @pytest.mark.parametrize(
     "function", ["mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence"]
 )
-def test_decoding(function: str, dims: tuple[int, int], make_inputs: Make) -> None:
+def test_decoding(function: str, dims: tuple[int, int]) -> None:
     """Other heads and batch entries; and the next call."""
     names = ("c_initial", "n_initial") if "siging" in function else ("c_initial", "n_initial", "m_initial")
     drawn = make_inputs(2, 3, 5, dims, states=names)

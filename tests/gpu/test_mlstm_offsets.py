@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from .mlstm import assert_accurate, compare, draw_packed, make_inputs
+
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
-Check = Callable[..., None]
 
 HEADS = 3
 LAST = 2**62  # an offset that fits in no int
@@ -35,8 +35,8 @@ def offsets_of(fractions: list[float], tokens: int, dtype: torch.dtype) -> Tenso
     return found
 
 
-def with_states(make: Make, x: Tensors, names: tuple[str, ...], count: int) -> Tensors:
-    drawn = make(count, HEADS, 1, (x["q"].shape[-1], x["v"].shape[-1]), states=names, seed=1)
+def with_states(x: Tensors, names: tuple[str, ...], count: int) -> Tensors:
+    drawn = make_inputs(count, HEADS, 1, (x["q"].shape[-1], x["v"].shape[-1]), states=names, seed=1)
     return x | {name: drawn[name] for name in names}
 
 
@@ -51,13 +51,12 @@ def test_bad_offsets_leave_other_memory_alone(
     chunks: int,
     exponential: Any,
     cut_every: Callable[[int], None],
-    make_inputs: Make,
 ) -> None:
     """All free memory around the call's own is filled with a pattern, which is still there behind it."""
     tokens, fractions = 1024, BAD[bad]
     cut_every(chunks)
     x = make_inputs(1, HEADS, tokens, dims)
-    x = with_states(make_inputs, x, exponential.states, len(fractions) - 1)
+    x = with_states(x, exponential.states, len(fractions) - 1)
     good = x | {"cu_seqlens": torch.linspace(0, tokens, len(fractions), device="cuda").to(dtype)}
     expected = exponential.run(good)
     x["cu_seqlens"] = offsets_of(fractions, tokens, dtype)
@@ -79,7 +78,7 @@ def test_bad_offsets_leave_other_memory_alone(
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dims", [(64, 64), (256, 512)], ids="{0[0]}_{0[1]}".format)
 def test_bad_offsets_under_memcheck(
-    dims: tuple[int, int], bad: str, exponential: Any, cut_every: Callable[[int], None], make_inputs: Make
+    dims: tuple[int, int], bad: str, exponential: Any, cut_every: Callable[[int], None]
 ) -> None:
     """Under compute-sanitizer every access outside an allocation is an error of the run."""
     tokens, fractions = 512, BAD[bad]
@@ -96,9 +95,7 @@ def test_bad_offsets_under_memcheck(
 
 
 @pytest.mark.parametrize("sequences", [31, 32, 33, 1000, 1025, 5000])
-def test_many_short_sequences(
-    operator: Any, sequences: int, make_inputs: Make, draw_packed: Any, compare: Any, assert_accurate: Check
-) -> None:
+def test_many_short_sequences(operator: Any, sequences: int) -> None:
     """Empty ones among them, and in the middle one that is cut, where there are many."""
     lengths = [number * 7 % 5 for number in range(sequences)]
     lengths[sequences // 2] = 3000
@@ -108,14 +105,7 @@ def test_many_short_sequences(
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_many_short_sequences_cut(
-    operator: Any,
-    chunks: int,
-    cut_every: Callable[[int], None],
-    draw_packed: Any,
-    compare: Any,
-    assert_accurate: Check,
-) -> None:
+def test_many_short_sequences_cut(operator: Any, chunks: int, cut_every: Callable[[int], None]) -> None:
     """More sequences than boundaries: a CTA looks for the sequence of a boundary."""
     lengths = [40] * 30 + [500, 0, 64, 129] + [10] * 40 + [700]
     cut_every(chunks)
@@ -124,7 +114,7 @@ def test_many_short_sequences_cut(
     compare(operator, x)
 
 
-def test_time_goes_with_tokens_and_sequences(exponential: Any, make_inputs: Make) -> None:
+def test_time_goes_with_tokens_and_sequences(exponential: Any) -> None:
     """Eight times the sequences of ten tokens take eight times as long, within a factor of two."""
     seconds = {}
     for sequences in (2000, 16_000):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch.library import opcheck
 from tfla_tk import UnsupportedError, env, which
 from tfla_tk.build import CaptureError, builder, find_thunderkittens
 
-Make = Callable[..., dict[str, Tensor]]
-Check = Callable[..., None]
+from .mlstm import assert_accurate, make_inputs
 
 
 def test_nothing_is_compiled_during_capture(
-    exponential: Any, make_inputs: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_calls: None
+    exponential: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_calls: None
 ) -> None:
     x = make_inputs()
     # from here on as in a process that has not compiled yet
@@ -41,7 +39,7 @@ def test_nothing_is_compiled_during_capture(
     assert exponential(x).isfinite().all()
 
 
-def test_other_threads_run_while_the_launch_queue_is_full(exponential: Any, make_inputs: Make) -> None:
+def test_other_threads_run_while_the_launch_queue_is_full(exponential: Any) -> None:
     """A launch into a full queue waits for the GPU, without Python's lock."""
     x = make_inputs(1, 1, 64, (64, 64))
     exponential(x)
@@ -69,7 +67,7 @@ def test_other_threads_run_while_the_launch_queue_is_full(exponential: Any, make
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one(operator: Any, make_inputs: Make) -> None:
+def test_a_device_that_is_not_the_current_one(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     expected = operator.run(x)
     found = operator.run({name: t.to("cuda:1") for name, t in x.items()})
@@ -79,7 +77,7 @@ def test_a_device_that_is_not_the_current_one(operator: Any, make_inputs: Make) 
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
-def test_torch_compile(layout: str, operator: Any, make_inputs: Make) -> None:
+def test_torch_compile(layout: str, operator: Any) -> None:
     def laid_out(seq: int) -> dict[str, Tensor]:
         x = make_inputs(seq=seq, states=operator.states)
         if layout != "contiguous":
@@ -104,7 +102,7 @@ def test_torch_compile(layout: str, operator: Any, make_inputs: Make) -> None:
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_opcheck(operator: Any, transposed: bool, last: bool, rows: bool, make_inputs: Make) -> None:
+def test_opcheck(operator: Any, transposed: bool, last: bool, rows: bool) -> None:
     x = make_inputs(seq=70, states=operator.states)
     if transposed:
         x |= {name: x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
@@ -117,7 +115,7 @@ def test_opcheck(operator: Any, transposed: bool, last: bool, rows: bool, make_i
     )
 
 
-def test_autocast(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_autocast(operator: Any) -> None:
     x = make_inputs(dtype=torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         found = operator.run(x)
@@ -127,7 +125,7 @@ def test_autocast(operator: Any, make_inputs: Make, assert_accurate: Check) -> N
 
 
 @pytest.mark.parametrize("size", [(0, 3, 300), (2, 0, 300), (2, 3, 0)])
-def test_empty(operator: Any, size: tuple[int, int, int], make_inputs: Make) -> None:
+def test_empty(operator: Any, size: tuple[int, int, int]) -> None:
     x = make_inputs(*size, states=operator.states)
     found, cotangents = operator.run(x), operator.draw_cotangents(x, last=True)
     grads = operator.gradients(x, cotangents)
@@ -137,7 +135,7 @@ def test_empty(operator: Any, size: tuple[int, int, int], make_inputs: Make) -> 
         assert torch.equal(found["c"], x["c_initial"]) and torch.equal(grads["c_initial"], cotangents["c"])
 
 
-def test_auto_takes_the_kernels(operator: Any, make_inputs: Make) -> None:
+def test_auto_takes_the_kernels(operator: Any) -> None:
     x = make_inputs()
     assert which(operator.function, **x, **operator.options).backend == "tk"
     assert torch.equal(operator(x, "auto"), operator(x, "tk"))
@@ -153,16 +151,14 @@ def test_auto_takes_the_kernels(operator: Any, make_inputs: Make) -> None:
         ({"dims": (64, 528)}, "64/528", "multiples of 16 up to 256/512"),
     ],
 )
-def test_unsupported_operands(
-    operator: Any, changed: dict[str, Any], reason: str, remedy: str, make_inputs: Make
-) -> None:
+def test_unsupported_operands(operator: Any, changed: dict[str, Any], reason: str, remedy: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
         operator(make_inputs(seq=10, **changed))
     assert reason in refused.value.reason
     assert remedy in refused.value.remedy
 
 
-def test_a_thread_that_has_not_used_the_gpu(exponential: Any, make_inputs: Make) -> None:
+def test_a_thread_that_has_not_used_the_gpu(exponential: Any) -> None:
     """No context of the device is current there yet."""
     x = make_inputs(1, 2, 200, (64, 64))
     expected, found = exponential.run(x), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tfla_tk.core import memo
 
+from .accuracy import relative_error
 from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
+from .mlstm import assert_gradients, draw_packed, make_inputs
 
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
-Check = Callable[..., None]
-Error = Callable[[Tensor, Tensor], float]
 
 
 @pytest.mark.parametrize("name", [*TOKENS, "c_initial", "n_initial"])
-def test_one_gradient_alone(name: str, exponential: Any, make_inputs: Make) -> None:
+def test_one_gradient_alone(name: str, exponential: Any) -> None:
     x = make_inputs(states=exponential.states)
     cotangents = exponential.draw_cotangents(x, last=False)
     expected = exponential.gradients(x, cotangents)
@@ -30,7 +28,7 @@ def test_one_gradient_alone(name: str, exponential: Any, make_inputs: Make) -> N
     assert torch.equal(found, expected[name])
 
 
-def test_gradients_land_in_leaves(operator: Any, make_inputs: Make) -> None:
+def test_gradients_land_in_leaves(operator: Any) -> None:
     """Layout, dtype and hooks as DDP expects them; a second backward adds to the first."""
     x = relayout(make_inputs(states=operator.states), transposed)
     leaves = {name: t.detach().requires_grad_(name != "m_initial") for name, t in x.items()}
@@ -48,7 +46,7 @@ def test_gradients_land_in_leaves(operator: Any, make_inputs: Make) -> None:
     assert all(torch.equal(leaves[name].grad, grad + grad) for name, grad in once.items())
 
 
-def test_a_cache_that_is_updated_in_place(operator: Any, make_inputs: Make) -> None:
+def test_a_cache_that_is_updated_in_place(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     dh = torch.randn_like(x["v"])
     expected = operator.gradients(x, {"h": dh}, names=TOKENS)
@@ -60,7 +58,7 @@ def test_a_cache_that_is_updated_in_place(operator: Any, make_inputs: Make) -> N
     assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
 
 
-def test_two_calls_with_the_state_passed(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
+def test_two_calls_with_the_state_passed(operator: Any) -> None:
     """The gradient of the first call comes through the state alone where its h is not used."""
     x = make_inputs(2, 3, 500, states=operator.states)
     dh = torch.randn_like(x["v"])
@@ -81,7 +79,7 @@ def test_two_calls_with_the_state_passed(operator: Any, make_inputs: Make, asser
     assert_gradients(found, operator.true_gradients(x, {"h": dh}), x["q"].dtype)
 
 
-def test_cuda_graph_of_a_training_step(operator: Any, make_inputs: Make) -> None:
+def test_cuda_graph_of_a_training_step(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     dh = torch.randn_like(x["v"])
     weights = {name: x[name].clone().requires_grad_() for name in TOKENS}
@@ -116,15 +114,7 @@ def test_cuda_graph_of_a_training_step(operator: Any, make_inputs: Make) -> None
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_torch_compile(
-    operator: Any,
-    last: bool,
-    packed: bool,
-    make_inputs: Make,
-    draw_packed: Make,
-    assert_gradients: Check,
-    rel_err: Error,
-) -> None:
+def test_torch_compile(operator: Any, last: bool, packed: bool) -> None:
     """Forward and backward in one graph each, the same bits as without.
 
     But where sequences are cut: plain calls have the cut of the backward, and keep the states there.
@@ -146,7 +136,7 @@ def test_torch_compile(
         results.append((outputs, {name: t.grad for name, t in leaves.items() if t.requires_grad}))
     (expected_outputs, expected), (outputs, found) = results
     if packed:
-        assert all(rel_err(a, b) <= 5e-3 for a, b in zip(outputs, expected_outputs, strict=True))
+        assert all(relative_error(a, b) <= 5e-3 for a, b in zip(outputs, expected_outputs, strict=True))
         assert_gradients(found, expected, torch.bfloat16)
     else:
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))
@@ -155,7 +145,7 @@ def test_torch_compile(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make, draw_packed: Make) -> None:
+def test_opcheck(operator: Any, last: bool, packed: bool) -> None:
     x = draw_packed(operator, [70, 0, 65], (64, 128)) if packed else make_inputs(2, 3, 70, (64, 128))
     tensors = [x.get(name) for name in (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")]
     sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
@@ -167,7 +157,7 @@ def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make, dra
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(operator: Any, reentrant: bool, make_inputs: Make) -> None:
+def test_activation_checkpointing(operator: Any, reentrant: bool) -> None:
     x = make_inputs(states=operator.states)
     dh = torch.randn_like(x["v"])
     expected = operator.gradients(x, {"h": dh}, names=TOKENS)
@@ -182,9 +172,7 @@ def test_activation_checkpointing(operator: Any, reentrant: bool, make_inputs: M
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_the_ops_give_the_same_bits(
-    operator: Any, last: bool, make_inputs: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ops_give_the_same_bits(operator: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernels that plain eager calls go to without them."""
     x = make_inputs(states=operator.states)
     cotangents = operator.draw_cotangents(x, last)
@@ -194,7 +182,7 @@ def test_the_ops_give_the_same_bits(
     assert all(torch.equal(direct[name], t) for name, t in dispatched.items())
 
 
-def test_a_profile_names_the_backward(operator: Any, make_inputs: Make) -> None:
+def test_a_profile_names_the_backward(operator: Any) -> None:
     """Also where the forward was not profiled."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
     h = operator(leaves)
@@ -203,7 +191,7 @@ def test_a_profile_names_the_backward(operator: Any, make_inputs: Make) -> None:
     assert "tfla_tk::mlstm_bwd" in {event.key for event in profile.key_averages()}
 
 
-def test_what_is_saved_may_be_kept_on_the_host(operator: Any, make_inputs: Make) -> None:
+def test_what_is_saved_may_be_kept_on_the_host(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     cotangents = operator.draw_cotangents(x, last=True)
     expected = operator.gradients(x, cotangents)
@@ -212,7 +200,7 @@ def test_what_is_saved_may_be_kept_on_the_host(operator: Any, make_inputs: Make)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
-def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
+def test_autocast(operator: Any) -> None:
     """Gradients of fp32 operands in fp32, as exact as those of the operands that the kernels saw."""
     x = make_inputs(dtype=torch.float32)
     dh = torch.randn_like(x["v"]).bfloat16()
@@ -226,7 +214,7 @@ def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Check) -> 
     assert_gradients(found, operator.true_gradients(rounded, {"h": dh}), torch.bfloat16)
 
 
-def test_double_backward_is_refused(operator: Any, make_inputs: Make) -> None:
+def test_double_backward_is_refused(operator: Any) -> None:
     leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
     (dq,) = torch.autograd.grad(operator(leaves).float().square().sum(), leaves["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward of mLSTM is not implemented"):

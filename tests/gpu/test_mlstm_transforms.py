@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from tfla_tk import UnsupportedError
 from tfla_tk.bench.shapes import Shape, cost
 
 from .memory import TOKENS, normal
-
-Make = Callable[..., dict[str, Tensor]]
-Check = Callable[..., None]
+from .mlstm import assert_gradients, draw_packed, make_inputs
 
 DECODING = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")
 
@@ -55,7 +52,7 @@ def test_a_saved_state_that_was_overwritten(function: str, dtype: torch.dtype, c
             loss.backward()
 
 
-def test_gradients_per_sample(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
+def test_gradients_per_sample(operator: Any) -> None:
     """vmap of grad is one call with a larger batch: for every sample the gradients of a call of its own."""
     x = make_inputs(4, 3, 130)
     dh = operator.draw_cotangents(x, last=False)["h"]
@@ -70,7 +67,7 @@ def test_gradients_per_sample(operator: Any, make_inputs: Make, assert_gradients
     assert_gradients(found, expected, x["q"].dtype)
 
 
-def test_vmap_over_packed_sequences(operator: Any, draw_packed: Make, assert_gradients: Check) -> None:
+def test_vmap_over_packed_sequences(operator: Any) -> None:
     """All with the same offsets."""
     x = draw_packed(operator, [70, 0, 65], (64, 128))
     fixed = {name: t for name, t in x.items() if name not in TOKENS}
@@ -81,7 +78,7 @@ def test_vmap_over_packed_sequences(operator: Any, draw_packed: Make, assert_gra
         torch.testing.assert_close(h, operator(sample | fixed), rtol=1e-2, atol=1e-2)
 
 
-def test_forward_mode(operator: Any, make_inputs: Make) -> None:
+def test_forward_mode(operator: Any) -> None:
     """Refused by name; under auto the reference's tangent."""
     x = make_inputs(1, 2, 70, (64, 64))
 
@@ -97,7 +94,7 @@ def test_forward_mode(operator: Any, make_inputs: Make) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_flops(operator: Any, compiled: bool, make_inputs: Make) -> None:
+def test_flops(operator: Any, compiled: bool) -> None:
     torch._dynamo.reset()
     leaves = {name: t.requires_grad_() for name, t in make_inputs(2, 3, 130, (64, 128)).items()}
     run = torch.compile(operator) if compiled else operator

@@ -16,9 +16,7 @@ from torch import Tensor
 from . import families
 from .delta_rule import SEGMENT
 from .families import RAW, Case, compute, delta, draw, gated_delta, gla, simple_gla
-
-Make = Callable[..., dict[str, Tensor]]
-Check = Callable[..., None]
+from .mlstm import assert_accurate, compare, draw_packed, make_inputs
 
 # one instance with one state warpgroup, one with two, one whose heads take several slices of V, and the one
 # state warpgroup of that kernel
@@ -37,21 +35,19 @@ def to_cpu(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dims", TILES, ids="{0[0]}_{0[1]}".format)
-def test_mlstm(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check) -> None:
+def test_mlstm(operator: Any, dims: tuple[int, int]) -> None:
     """From an initial state."""
     x = make_inputs(1, 2, SEQ, dims, states=operator.states, device="cpu")
     assert_accurate(to_cpu(operator.run(to_gpu(x))), operator.truth(x))
 
 
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
-def test_the_sequential_kernels(
-    dims: tuple[int, int], exponential: Any, make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_the_sequential_kernels(dims: tuple[int, int], exponential: Any) -> None:
     x = make_inputs(1, 2, SEQ, dims, device="cpu")
     assert_accurate(to_cpu(exponential.run_sequential(to_gpu(x))), exponential.truth(x))
 
 
-def test_half(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_half(operator: Any) -> None:
     """fp16 at K = 256, whose values the sigmoid gate scales otherwise; rows are held larger for a while."""
     x = make_inputs(1, 2, SEQ, (256, 512), torch.float16, operator.states, device="cpu")
     x["i"][..., 100:230] -= 12.0
@@ -60,7 +56,7 @@ def test_half(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
 
 
 @pytest.mark.parametrize("seq", [1, 65])
-def test_padding(seq: int, exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_padding(seq: int, exponential: Any) -> None:
     """Head dims that fill no tile, in [B, S, NH, D] memory, with nothing behind the last row."""
     x = make_inputs(1, 2, seq, (48, 80), torch.float16, exponential.states, device="cpu")
     on_gpu = to_gpu(x)
@@ -72,7 +68,7 @@ def test_padding(seq: int, exponential: Any, make_inputs: Make, assert_accurate:
 @pytest.mark.parametrize(
     "dims", [(64, 64), (128, 128), (48, 80), (128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format
 )
-def test_mlstm_backward(operator: Any, dims: tuple[int, int], make_inputs: Make, compare: Check) -> None:
+def test_mlstm_backward(operator: Any, dims: tuple[int, int]) -> None:
     """Five chunks, the last one short, from an initial state."""
     compare(operator, make_inputs(1, 2, 290, dims, states=operator.states))
 
@@ -80,11 +76,7 @@ def test_mlstm_backward(operator: Any, dims: tuple[int, int], make_inputs: Make,
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 def test_mlstm_backward_of_segments(
-    operator: Any,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    draw_packed: Make,
-    compare: Check,
+    operator: Any, dims: tuple[int, int], cut_every: Callable[[int], None]
 ) -> None:
     """Packed sequences in segments of one chunk."""
     cut_every(1)
