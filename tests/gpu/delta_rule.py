@@ -103,10 +103,7 @@ def with_keys_of(norm: float, x: Tensors) -> Tensors:
 
 
 def check(
-    x: Tensors,
-    function: Any = chunk_gated_delta_rule,
-    wider: dict[str, float] | None = None,
-    **options: Any,
+    x: Tensors, function: Any = chunk_gated_delta_rule, wider: dict[str, float] | None = None, **options: Any
 ) -> None:
     """Forward and backward; wider: other tolerances of gradients."""
     check_both(x, function, {"dv": TOLERANCE[x["v"].dtype]} | (wider or {}), **options)

@@ -304,7 +304,7 @@ def chunk_slots(lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @with_initial
 def test_rows_for_the_backward(
-    operator: Any, initial: bool, packed: bool, chunks: int, cut_every: Callable[[int], None]
+    operator: Any, initial: bool, packed: bool, chunks: int, cut_every: CutEvery
 ) -> None:
     """row_n, row_m and chunk_m against the fp64 CPU implementation of the op."""
     x = make_inputs(2, 3, sum(LENGTHS), states=operator.states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,11 +15,9 @@ from tfla_tk.backends.tk.operands import operand as _operand
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.backends.tk.scalar_gate.walks import PART_COLUMNS
 from tfla_tk.build import instances
-from tfla_tk.core.layout import ADDRESS_BITS
 
 from .accuracy import relative_error
-from .memory import launch, normal, uninitialised_memory_is_nan
-from .mlstm import draw_packed, make_inputs
+from .memory import launch, normal
 
 Formulas = Callable[..., Any]
 
@@ -181,82 +179,6 @@ def test_row_factors_from_dots_at_the_ends_of_the_range(kernel: ModuleType, row_
     dots[1, 9] = torch.nan
     m.fill_(100.0)
     assert run_factors(kernel, dots, d, m).isnan().nonzero().tolist() == [[0, 9]]
-
-
-def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
-    """A copy of what lies at an address, its rows a stride apart."""
-    interface = {
-        "data": (pointer, False),
-        "shape": shape,
-        "strides": (4 * stride, 4),
-        "typestr": "<f4",
-        "version": 2,
-    }
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda").clone()
-
-
-# without those for which one walk makes all gradients
-WIDE_TILES = [dims for dims in instances.WALK_TILES if max(dims) > instances.MAX_NARROW]
-
-
-@pytest.fixture
-def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The dots [slices, rows] that every launch of mlstm_bwd_factors reads."""
-    found: list[Tensor] = []
-    prepared: list[tuple[Any, tuple[int, int, int, int], int]] = []  # a launch, its dots and their number
-    prepare, in_order = kernel.mlstm_bwd_factors, build.launches
-
-    def note(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> Any:
-        made = prepare(dots, rows, factors, count, *others)
-        prepared.append((made, dots, count))
-        return made
-
-    def one_by_one(launches: list[Any]) -> Callable[[list[int], int], None]:
-        def run(starts: list[int], stream: int) -> None:
-            for one in launches:
-                for made, (pointer, stride, slices, _), count in prepared:
-                    if made is one:
-                        start = starts[(pointer >> ADDRESS_BITS) - 1] + pointer % (1 << ADDRESS_BITS)
-                        found.append(floats_at(start, (slices, count), stride))
-                in_order([one])(starts, stream)
-
-        return run
-
-    monkeypatch.setattr(kernel, "mlstm_bwd_factors", note)
-    monkeypatch.setattr(build, "launches", one_by_one)
-    return found
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [*WIDE_TILES, (208, 176), (80, 272), (144, 272), (256, 512)],
-    ids="{0[0]}_{0[1]}".format,
-)
-@pytest.mark.parametrize("lengths", [None, [200, 0, 1, 64, 63, 65, 450]], ids=["batch", "packed"])
-def test_the_walk_for_dv_leaves_the_dots(
-    lengths: list[int] | None,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    exponential: Any,
-    cut_every: Callable[[int], None],
-    dots_read: list[Tensor],
-) -> None:
-    """By its slices of V, of every token, all of them read by one launch."""
-    cut_every(10_000)
-    if lengths is None:
-        x = make_inputs(2, 3, 300, dims, dtype)
-    else:
-        x = draw_packed(exponential, lengths, dims, dtype)
-    dh = exponential.draw_cotangents(x, last=False)["h"]
-    x["v"].requires_grad_()
-    h = exponential(x)
-    with uninitialised_memory_is_nan():
-        torch.autograd.grad(h, x["v"], dh)
-    _, width = instances.walk_tile("dv", *dims)
-    slices = zip(dh.split(width, dim=-1), h.detach().split(width, dim=-1), strict=True)
-    expected = torch.stack([sum_products(*of_slice).flatten() for of_slice in slices])
-    (found,) = dots_read
-    assert relative_error(found, expected) <= 1e-5
 
 
 @pytest.mark.sanitize
