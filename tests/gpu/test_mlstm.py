@@ -62,11 +62,34 @@ def test_padded_head_dims(operator: Any, dtype: torch.dtype, seq: int, dims: tup
     check(operator, make_inputs(2, 3, seq, dims, dtype, operator.states), trains=seq > 1)
 
 
+@pytest.mark.product
 @of_dims([*MAIN, (48, 80)])
 @pytest.mark.parametrize("seq", [2, 1000, *ABOUT_CHUNKS])
 def test_lengths(operator: Any, dtype: torch.dtype, seq: int, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 3, seq, dims, dtype, operator.states)
     check(operator, x, vanishing=seq < 64 and dims not in ONE_WALK)
+
+
+@pytest.mark.product
+@pytest.mark.usefixtures("both_ways")
+@of_dims(CUT)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_cut_sequences(
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: CutEvery
+) -> None:
+    cut_every(chunks)
+    check(operator, make_inputs(2, 3, 1000, dims, dtype, operator.states))
+
+
+@pytest.mark.product
+@pytest.mark.usefixtures("both_ways")
+@of_dims(CUT)
+@pytest.mark.parametrize("chunks", [1, 2, 100])
+def test_packed_sequences(
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: CutEvery
+) -> None:
+    cut_every(chunks)
+    check(operator, draw_packed(operator, LENGTHS, dims, dtype))
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -94,7 +117,7 @@ def test_states_and_cuts(
 @pytest.mark.parametrize("chunks", [1, 2, 3, 100])
 @pytest.mark.parametrize("lengths", [LENGTHS, [*ABOUT_CHUNKS, 0, 700]], ids=["short", "about_chunks"])
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_packed_sequences(
+def test_packed_sequences_of_all_kinds(
     operator: Any,
     dtype: torch.dtype,
     offsets: torch.dtype,

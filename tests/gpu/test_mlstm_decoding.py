@@ -45,7 +45,7 @@ def decoder(gate: str, tokens: int | None) -> Decoder:
     return Decoder(*GATES[gate], tokens)
 
 
-of_several_tokens = pytest.mark.parametrize("tokens", [8], indirect=True)
+of_several_tokens = pytest.mark.parametrize("tokens", [8], ids=["several"], indirect=True)
 of_exponential_gates = pytest.mark.parametrize("gate", ["exp"], indirect=True)
 in_place_or_not = pytest.mark.parametrize("inplace", [False, True])
 of_state_dtypes = pytest.mark.parametrize("state", DTYPES, ids=str)
