@@ -14,14 +14,14 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import tfla_tk
 from tfla_tk import UnsupportedError, env, which
 from tfla_tk.bench.shapes import Shape, cost
 from tfla_tk.build import CaptureError, builder, find_thunderkittens
 from tfla_tk.core import memo
 
 from .accuracy import relative_error
-from .memory import LENGTHS, OPERANDS, TOKENS, normal, relayout, transposed
+from .decoding import GATES, STATE, Decoder
+from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
 from .mlstm import assert_accurate, assert_gradients, draw_packed, make_inputs
 
 Tensors = dict[str, Tensor]
@@ -335,35 +335,26 @@ def test_double_backward_is_refused(operator: Any) -> None:
 # transforms, and what autograd sees of states that are overwritten
 
 
-DECODING = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")
-
-
-def draw_for(function: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The arguments of a step, or of three tokens, at 64/128; states of the dtype."""
-    tokens, gates = ((), (1,)) if "step" in function else ((3,), (3,))
-    shapes = {"q": (*tokens, 64), "k": (*tokens, 64), "v": (*tokens, 128), "i": gates, "f": gates}
-    shapes |= {"c": (64, 128), "n": (64,)} | ({} if "siging" in function else {"m": (1,)})
-    dtypes = dict.fromkeys("qkv", torch.bfloat16) | dict.fromkeys("cnm", dtype)
-    return {name: normal(2, 3, *size, seed=ord(name)).to(dtypes.get(name, torch.float32))
-            for name, size in shapes.items()}  # fmt: skip
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", DECODING)
-def test_a_saved_state_that_was_overwritten(function: str, dtype: torch.dtype, compiled: bool) -> None:
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+@pytest.mark.parametrize("tokens", [None, 3], ids=["step", "sequence"])
+def test_a_saved_state_that_was_overwritten(
+    tokens: int | None, gate: str, dtype: torch.dtype, compiled: bool
+) -> None:
     """By a kernel, at its address: autograd refuses the backward that would read it."""
     torch._dynamo.reset()
-    inputs = draw_for(function, dtype)
-    state = [inputs[name] for name in "cnm" if name in inputs]
+    decoder = Decoder(*GATES[gate], tokens)
+    inputs = decoder.draw(dims=(64, 128), state=dtype)
+    state = [inputs[name] for name in STATE if name in decoder.names]
     before = [x.clone() for x in state]
     losses = [(torch.ones_like(x, requires_grad=True) * x).sum() for x in state]
 
-    def step(**x: Tensor) -> Any:
-        return getattr(tfla_tk, function)(**x, inplace=True, backend="tk")[0]
+    def step(x: Tensors) -> Tensor:
+        return decoder(x, inplace=True)["h"]
 
     with torch.no_grad():
-        (torch.compile(step, fullgraph=True) if compiled else step)(**inputs)
+        (torch.compile(step, fullgraph=True) if compiled else step)(inputs)
     assert not any(torch.equal(x, old) for x, old in zip(state, before, strict=True))
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
