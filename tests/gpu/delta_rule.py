@@ -22,6 +22,7 @@ from .linear import (
     check_both,
     draw_cotangents,
     draw_operands,
+    pack,
     run,
     train,
 )
@@ -125,7 +126,7 @@ def draw_kind(kind: str, seq: int, batch: int = 2, **options: Any) -> Tensors:
 
 def draw_packed(kind: str, lengths: list[int], offsets: torch.dtype = torch.int64, **options: Any) -> Tensors:
     x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths), **options)
-    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to("cuda", offsets)}
+    return pack(x, offsets, lengths)
 
 
 def draw_lengths(kind: str, lengths: list[int] | None, seq: int = 700, **options: Any) -> Tensors:

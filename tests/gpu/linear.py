@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,10 +148,9 @@ def draw_cotangents(outputs: Tensors) -> list[Tensor]:
     return [o.bfloat16().half().to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
 
 
-def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
-    """x with the offsets of sequences of LENGTHS."""
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, offsets)
-    return x
+def pack(x: Tensors, offsets: torch.dtype = torch.int64, lengths: Sequence[int] = LENGTHS) -> Tensors:
+    """x with the offsets of sequences of these lengths."""
+    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, offsets)}
 
 
 def exact(x: Tensors) -> Tensors:

@@ -256,8 +256,9 @@ def draw_long(
 ) -> Tensors:
     """Two sequences of SEGMENT + more tokens, or packed ones of LONG."""
     if packed:
-        x = draw(1, sum(LONG), heads, value_heads, dims, sequences=len(LONG), **options)
-        return x | {"cu_seqlens": torch.tensor([0, *LONG]).cumsum(0).cuda()}
+        return pack(
+            draw(1, sum(LONG), heads, value_heads, dims, sequences=len(LONG), **options), lengths=LONG
+        )
     return draw(2, SEGMENT + more, heads, value_heads, dims, **options)
 
 
@@ -280,49 +281,6 @@ def test_value_heads_of_segments(packed: bool, dims: tuple[int, int], group: int
     assert_whole_and_repeated(lambda: train_gated(x))
 
 
-@pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
-@of_dims([(64, 64), (128, 128), (192, 144)])
-def test_a_sequence_has_the_same_bits_in_any_call(
-    seq: int, dims: tuple[int, int], take_form: TakeForm
-) -> None:
-    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences, none split.
-    Where the forward of a training call makes A itself, it holds for no gradient."""
-    take_form("whole")
-    heads = 2
-
-    def same(of_call: Tensors, rows: slice, tokens: slice, sequence: int, but: set[str]) -> bool:
-        of_outputs = [torch.zeros_like(of_call["v"]), torch.zeros_like(of_call["initial_state"])]
-        of_outputs[0][rows, tokens] = given[0]
-        of_outputs[1][sequence] = given[1][0]
-        found = both_gated(of_call, given=of_outputs)
-        of_states = {"final_state", "dinitial_state"}
-        mine = {
-            name: t[sequence : sequence + 1] if name in of_states else t[rows, tokens]
-            for name, t in found.items()
-        }
-        return all(torch.equal(mine[name], t) for name, t in alone.items() if name not in but)
-
-    x = draw(1, seq, heads, dims=dims)
-    given = [torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])]
-    alone = both_gated(x, given=given)
-    for batch in (3, 150):
-        others = draw(batch, seq, heads, dims=dims, seed=1)
-        of_call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
-        of_gradients = {"dq", "dk", "dv", "dg", "dbeta", "dinitial_state"}
-        but = of_gradients if shape_of(of_call)._replace(trains=True).walk_makes_matrices else set()
-        assert same(of_call, slice(1, 2), slice(0, seq), 1, but), batch
-    for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):
-        tokens = before + seq + behind
-        of_call = draw(1, tokens, heads, dims=dims, sequences=3, seed=2)
-        for name, t in of_call.items():
-            if name == "initial_state":
-                t[1] = x[name][0]
-            else:
-                t[:, before : before + seq] = x[name]
-        of_call["cu_seqlens"] = torch.tensor([0, before, before + seq, tokens], device="cuda")
-        assert same(of_call, slice(0, 1), slice(before, before + seq), 1, set()), before
-
-
 # heads of v, slices of V, and packed sequences
 
 
@@ -341,15 +299,17 @@ def test_value_heads(
     check(draw(2, 200, 2, 2 * group, dims, dtype))
 
 
-def test_many_heads() -> None:
-    """As many that two walkers share a CTA."""
-    check(draw(4, 200, 80))
-
-
-@of_dims([(128, 128), (128, 256), (128, 64)])
-def test_many_value_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """The same, where heads of v, and slices of V, take turns at dq and dk."""
-    check(draw(2, 200, 40, 80, dims, dtype))
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [
+        ((4, 200, 80, 80), (128, 128)),
+        *(((2, 200, 40, 80), dims) for dims in ((128, 128), (128, 256), (128, 64))),
+    ],
+    ids=str,
+)
+def test_many_heads(sizes: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """As many that two walkers share a CTA. Heads of v, and slices of V, take turns at dq and dk."""
+    check(draw(*sizes, dims, dtype))
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -522,17 +482,8 @@ def test_batch_invariant_calls_have_the_bits_of_matrices_from_memory(
 # makers of matrices beside the walk
 
 
-@of_dims([(64, 64), (128, 128), (96, 48), (128, 256)])
-@batch_or_packed
-def test_makers_beside_the_walks_change_no_bit(
-    packed: bool, dims: tuple[int, int], dtype: torch.dtype, take_form: TakeForm
-) -> None:
-    lengths = [0, 900, 1, 64, 2500, 65, 0]
-    if packed:
-        x = draw(1, sum(lengths), 1, 2, dims, dtype, sequences=len(lengths))
-        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
-    else:
-        x = draw(2, 2500, 4, 8, dims, dtype)
+def assert_makers_change_no_bit(x: Tensors, take_form: TakeForm) -> None:
+    """Beside the walk instead of before it."""
     take_form("before")
     expected = both_gated(x)
     take_form("")
@@ -540,19 +491,26 @@ def test_makers_beside_the_walks_change_no_bit(
         assert_equal(both_gated(x), expected)
 
 
+@of_dims([(64, 64), (128, 128), (96, 48), (128, 256)])
+@batch_or_packed
+def test_makers_beside_the_walks_change_no_bit(
+    packed: bool, dims: tuple[int, int], dtype: torch.dtype, take_form: TakeForm
+) -> None:
+    lengths = [0, 900, 1, 64, 2500, 65, 0]
+    x = draw(2, 2500, 4, 8, dims, dtype)
+    if packed:
+        x = pack(draw(1, sum(lengths), 1, 2, dims, dtype, sequences=len(lengths)), lengths=lengths)
+    assert_makers_change_no_bit(x, take_form)
+
+
 def test_makers_beside_two_walkers_change_no_bit(dtype: torch.dtype, take_form: TakeForm) -> None:
     """Of 64 walks, which leave about half of the multiprocessors to makers; and of several lengths."""
     lengths = [0, 900, 1, 64, 1500, 65, 700, 3] * 2
-    packed = draw(1, sum(lengths), 1, 4, (128, 128), dtype, sequences=len(lengths))
-    packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
-    for x in (draw(4, 1000, 8, 16, (128, 128), dtype), packed):
-        take_form("before")
-        expected = both_gated(x)
-        take_form("")
+    packed = pack(draw(1, sum(lengths), 1, 4, dtype=dtype, sequences=len(lengths)), lengths=lengths)
+    for x in (draw(4, 1000, 8, 16, dtype=dtype), packed):
+        assert_makers_change_no_bit(x, take_form)
         shape = shape_of(x)
         assert shape.makers > 0 and shape.forward_walkers == 2
-        for _ in range(REPEATS):
-            assert_equal(both_gated(x), expected)
 
 
 @of_dims([(64, 128), (128, 128)])

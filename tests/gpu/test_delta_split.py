@@ -31,6 +31,7 @@ from .linear import (
     assert_graph_replays,
     assert_whole_and_repeated,
     exact,
+    pack,
     run,
     train,
 )
@@ -65,8 +66,7 @@ def packed(
     heads: int = 1, dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16
 ) -> Tensors:
     x = draw(1, sum(LENGTHS), heads, 2 * heads, dims, dtype, sequences=len(LENGTHS))
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).cuda()
-    return x
+    return pack(x, lengths=LENGTHS)
 
 
 def leads_of(x: Tensors) -> tuple[Tensor, Tensor]:

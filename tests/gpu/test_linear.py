@@ -60,16 +60,12 @@ def check(x: Tensors, function: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     "dims", [(60, 60), (100, 100), (72, 64), (64, 100), (250, 500), (24, 8)], ids="{0[0]}_{0[1]}".format
 )
-def test_any_head_dim(function: Any, dims: tuple[int, int], dtype: torch.dtype) -> None:
+@batch_or_packed
+def test_any_head_dim(function: Any, packed: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Those that are no multiple of 16 are padded with zeros, in front of the kernels."""
-    x = draw(function, 2, 150, dims=dims, dtype=dtype)
+    x = draw_either(function, packed, dims=dims, dtype=dtype)
     assert tfla_tk.which(function, **x).backend == "tk"
     check_both(x, function)
-
-
-@of_function
-def test_packed_sequences_of_padded_heads(function: Any) -> None:
-    check_both(draw_either(function, True, dims=(60, 100)), function)
 
 
 @of_function

@@ -20,7 +20,7 @@ from tfla_tk.build.instances import MLSTM_TILES
 from .accuracy import relative_error
 from .linear import REPEATS
 from .memory import LENGTHS, TOKENS
-from .mlstm import assert_accurate, assert_gradients, check, draw_packed, make_inputs
+from .mlstm import assert_accurate, assert_gradients, check, draw_packed, make_inputs, with_positive_sums
 
 Tensors = dict[str, Tensor]
 CutEvery = Callable[[int], None]
@@ -37,11 +37,6 @@ ABOUT_CHUNKS = [1, 64, 65, 127, 128, 129, 192, 193, 257]
 of_dims = partial(pytest.mark.parametrize, "dims", ids="{0[0]}_{0[1]}".format)
 with_initial = pytest.mark.parametrize("initial", [False, True], ids=["zeros", "initial"])
 with_last = pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-
-
-def with_positive_sums(x: Tensors) -> Tensors:
-    """x with q.n away from zero, where h is a quotient of cancelled sums."""
-    return x | {name: x[name].abs() for name in ("q", "k", "n_initial") if name in x}
 
 
 @pytest.mark.product

@@ -41,9 +41,7 @@ DECODING_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 
 def close(x: Tensors, tokens: list[int], least: float = -math.inf) -> Tensors:
     """Both gates of the tokens at `least`; in the second head the input gates of the next 70 tokens too, so
     that what is forgotten stays forgotten for more than a chunk. q.n is kept away from zero."""
-    x = x | {name: x[name].clone() for name in ("i", "f")}
-    for name in ("q", "k"):
-        x[name] = x[name].abs()
+    x = x | {name: x[name].clone() for name in ("i", "f")} | {name: x[name].abs() for name in ("q", "k")}
     seq = x["i"].shape[-1]
     x["i"][..., tokens], x["f"][..., tokens] = least, least
     x["i"][:, 1, sorted({t for first in tokens for t in range(first, min(first + 70, seq))})] = least

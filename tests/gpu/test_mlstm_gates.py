@@ -14,7 +14,7 @@ import tfla_tk
 from tfla_tk.backends.triton import mlstm_kernels as triton
 
 from .accuracy import relative_error
-from .mlstm import assert_accurate, compare, make_inputs
+from .mlstm import assert_accurate, compare, make_inputs, with_positive_sums
 
 Tensors = dict[str, Tensor]
 
@@ -79,6 +79,11 @@ def alternating(x: Tensors) -> None:
     x["i"][..., ::5] = -1e4
 
 
+def resets(x: Tensors) -> None:
+    alternating(x)
+    x["f"][..., 100], x["i"][..., 63] = -torch.inf, -torch.inf
+
+
 # what is set, and whether some gradients vanish then; None: gradients are not checked
 CASES: dict[str, tuple[Callable[[Tensors], None], bool | None]] = {
     "plain": (lambda x: None, None),
@@ -98,40 +103,21 @@ CASES: dict[str, tuple[Callable[[Tensors], None], bool | None]] = {
     "constant": (constant(0.5, 2.0), None),
     "closed_at_start": (closed_at_start, False),
     "alternating": (alternating, None),
+    "resets": (resets, True),
 }
-
-
-def positive(x: Tensors) -> None:
-    """Keep q.n away from zero, where h is a quotient of cancelled sums and every kernel loses digits."""
-    for name in ("q", "k"):
-        x[name].abs_()
+NOT_COMPARED = ("forget_everything_of_equals", "forget_nothing_of_equals", "resets")  # with Triton
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("case", CASES)
 def test_extreme_gates(operator: Any, case: str, dims: tuple[int, int]) -> None:
     change, vanishing = CASES[case]
-    x = make_inputs(2, 3, 450, dims)
-    positive(x)
+    x = with_positive_sums(make_inputs(2, 3, 450, dims))
     change(x)
     found = operator.run(x)
-    if vanishing is not None:
-        grads = compare(operator, x, vanishing=vanishing)
-        found |= {f"d{name}": grad for name, grad in grads.items()}
-    assert all(t.isfinite().all() for t in found.values())
-    assert_accurate(operator.run(x), operator.truth(x), norm_tolerance=1e-4)
-
-
-@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-def test_gradients_at_gates_that_reset(operator: Any, dims: tuple[int, int]) -> None:
-    x = make_inputs(2, 3, 450, dims)
-    positive(x)
-    x["f"][..., ::7] = -1e4
-    x["f"][..., 100] = -torch.inf
-    x["i"][..., ::5] = -1e4
-    x["i"][..., 63] = -torch.inf
-    found = compare(operator, x, vanishing=True)
-    assert all(t.isfinite().all() for t in found.values())
+    assert_accurate(found, operator.truth(x), norm_tolerance=1e-4)
+    grads = {} if vanishing is None else compare(operator, x, vanishing=vanishing)
+    assert all(t.isfinite().all() for t in (*found.values(), *grads.values()))
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
@@ -140,8 +126,7 @@ def test_gates_that_close_for_a_while_leave_fp16_its_digits(
     operator: Any, closed: slice, dims: tuple[int, int]
 ) -> None:
     """What is small in h is as exact as fp16 can be, and so is what comes before and after."""
-    x = make_inputs(2, 2, 700, dims, torch.float16)
-    positive(x)
+    x = with_positive_sums(make_inputs(2, 2, 700, dims, torch.float16))
     x["i"][..., closed] -= 12.0
     x["f"][..., closed] = -10.0
     h, truth = operator(x), operator.truth(x)["h"]
@@ -184,8 +169,7 @@ def test_keys_behind_closed_gates_are_not_seen(
     operator: Any, dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
     """A token without weight leaves nothing, however large its key."""
-    x = make_inputs(2, 3, 450, dims, dtype)
-    positive(x)
+    x = with_positive_sums(make_inputs(2, 3, 450, dims, dtype))
     closed = x["i"] < -0.5
     x["i"][closed] = -1e4
     x["k"][closed] *= 1000.0
@@ -211,7 +195,7 @@ def triton_variants() -> list[tuple[str, str]]:
 
 @pytest.mark.skipif(triton.MLSTM_KERNELS_MISSING is not None, reason="mlstm_kernels cannot be used here")
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith("_of_equals")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_COMPARED])
 @pytest.mark.parametrize(
     ("operator", "variant"), triton_variants(), indirect=["operator"], ids=lambda x: x.removeprefix("triton:")
 )
@@ -220,7 +204,7 @@ def test_no_less_accurate_than_triton(
 ) -> None:
     x = make_inputs(2, 4, 512, dims, dtype)
     if case != "plain":
-        positive(x)
+        x = with_positive_sums(x)
     CASES[case][0](x)
     truth = operator.truth(x)["h"]
     error = relative_error(operator(x), truth)

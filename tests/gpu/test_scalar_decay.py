@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
 from .linear import (
     Tensors,
-    assert_equal,
+    assert_graph_replays,
+    both,
     check_both,
     draw_cotangents,
     pack,
     run,
-    train,
 )
 from .linear import draw_simple_gla as draw
 from .memory import LENGTHS, normal
@@ -120,19 +121,8 @@ def test_dtypes_of_the_gate(g: torch.dtype) -> None:
 
 
 def test_a_graph_replays_other_offsets() -> None:
-    x = draw(1, 450, 2, 4)
-    x["cu_seqlens"] = torch.tensor([0, 100, 450], device="cuda")
-    x["initial_state"] = x["initial_state"].repeat(2, 1, 1, 1)
-    given = draw_cotangents(run(x))
-    train(x, given=given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(x) | train(x, given=given)
-    fresh = draw(1, 450, 2, 4, sequences=2, seed=1)
-    for name, t in fresh.items():
-        x[name].copy_(t)
-    x["cu_seqlens"].copy_(torch.tensor([0, 333, 450]))
-    graph.replay()
-    expected = run(x) | train(x, given=given)
-    assert_equal(captured, expected)
+    x, other = (draw(1, 450, 2, 4, sequences=2, seed=seed) for seed in (0, 1))
+    for of_call, border in ((x, 100), (other, 333)):
+        of_call["cu_seqlens"] = torch.tensor([0, border, 450], device="cuda")
+    step = partial(both, function=chunk_simple_gla, given=draw_cotangents(run(x)))
+    assert_graph_replays(step, x, other, [step(other), step(x)], 4)
