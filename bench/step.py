@@ -68,7 +68,7 @@ def step_inputs(
 class StepOperator(Operator):
     """T steps of mLSTMexp; in place they go on from the state that the call before left."""
 
-    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
         """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
         state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
         outputs = []
@@ -106,9 +106,9 @@ def _triton_step(*tensors: Tensor) -> Tensor:
     return h
 
 
-def step_truth(*tensors: Tensor, chunk_size: int) -> Tensor:
+def step_truth(*, chunk_size: int, **tensors: Tensor) -> Tensor:
     """h [B, NH, T, V] of the recurrence."""
-    steps = zip(*(t.unbind(2) for t in tensors), strict=True)
+    steps = zip(*(t.unbind(2) for t in tensors.values()), strict=True)
     return torch.stack([reference.mlstm_step(*x)[0] for x in steps], dim=2)
 
 
@@ -118,22 +118,13 @@ BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
 OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
-VARIANTS = (
-    Variant("tk", "tk"),
-    Variant(IN_PLACE, IN_PLACE),
-    Variant("triton", "triton"),
-    Variant("reference", "reference"),
-)
-
-
-def contests(shapes: tuple[Shape, ...]) -> list[Contest]:
-    """Every variant at each of the shapes; without a GPU the reference alone."""
-    variants = VARIANTS if torch.cuda.is_available() else VARIANTS[-1:]
-    return [Contest(OPERATOR, "fwd", shape, variants) for shape in shapes]
+VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "reference")]
 
 
 def run(args: argparse.Namespace) -> int:
     """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
+
+    Without a GPU the reference alone.
 
     Raises:
         UsageError: options that do not go together.
@@ -144,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         OPERATOR.check_shape(shape)
         if shape.N is not None:
             raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
+    variants = VARIANTS if on_gpu else VARIANTS[-1:]
+    chosen = shapes[:1] if args.quick else shapes
     try:
-        return carry_out(args, contests(shapes[:1] if args.quick else shapes), on_gpu=on_gpu)
+        return carry_out(args, [Contest(OPERATOR, "fwd", shape, variants) for shape in chosen])
     finally:
         _copies.clear()
