@@ -132,15 +132,18 @@ def _check_and_time(
             outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
         return
     release(device)
+
+    def check_one(outcome: Outcome, truth: Truth) -> None:
+        kind = cotangent_kind(operator, outcome.variant, which)
+        given = {operator.output: truth.cotangents[kind]} if drawn else {}
+        baseline = outcome.variant.family in BASELINES
+        check(operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline)
+
     for outcome in outcomes:
         tell(outcome.variant.call)
-        kind = cotangent_kind(operator, outcome.variant, which)
-        own = {operator.output: truth.cotangents[kind]} if drawn else {}
-        baseline = outcome.variant.family in BASELINES
-        work = partial(check, operator, outcome, inputs, own, truth, kind, settings.dtype, baseline=baseline)
-        guard(outcome, work)
+        guard(outcome, partial(check_one, outcome, truth))
         release(device)
-    del truth
+    del truth  # gigabytes that nothing timed needs
     tell("timed")
     _time(operator, outcomes, inputs, drawn, settings)
 

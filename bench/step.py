@@ -19,21 +19,15 @@ from tfla_tk import mlstm_step, reference
 from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
-from .compare import Contest, carry_out
+from .compare import Contest, add_run_arguments, carry_out
 from .inputs import FORGET_BIAS
 from .operators import Operator
 from .results import IN_PLACE, STEP
-from .shapes import Shape
-from .usage import UsageError
+from .shapes import Shape, parse_shapes
+from .usage import UsageError, argument
 from .variants import Variant
 
-SHAPES = (
-    Shape(64, 1, 8, 256, 512),
-    Shape(256, 1, 8, 256, 512),
-    Shape(64, 1, 16, 128, 256),
-    Shape(8, 8, 8, 256, 512),
-    Shape(1, 32, 8, 256, 512),
-)
+SHAPES = parse_shapes("64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x512,1x32x8x256x512")
 
 
 def step_inputs(
@@ -119,6 +113,17 @@ OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
 VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "reference")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tfla_tk.bench step`."""
+    parser.add_argument(
+        "--shapes",
+        type=argument(parse_shapes),
+        metavar="SHAPES",
+        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
+    )
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -67,12 +67,12 @@ class Preset:
     @property
     def rates(self) -> list[float]:
         """The learning rate of each step: a linear warm-up, then along a cosine to LEAST_RATE of the peak."""
-        cosines = [0.5 + 0.5 * math.cos(math.pi * step / self.steps) for step in range(self.steps)]
-        warm_up = [min(1.0, (step + 1) / self.tenth) for step in range(self.steps)]
-        return [
-            self.rate * warm * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
-            for warm, cosine in zip(warm_up, cosines, strict=True)
-        ]
+        found = []
+        for step in range(self.steps):
+            cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
+            warm_up = min(1.0, (step + 1) / self.tenth)
+            found.append(self.rate * warm_up * (LEAST_RATE + (1 - LEAST_RATE) * cosine))
+        return found
 
 
 PRESETS = {

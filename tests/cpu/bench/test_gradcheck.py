@@ -261,6 +261,11 @@ def test_patterns_of_gates() -> None:
     assert extreme["f"].min() == -30 and extreme["f"].max() == 30 and extreme["q"].min() >= 0
     # tokens that forget all or nothing; of GLA also some channels of every token
     for name in ("simple_gla", "gla"):
+        means = [
+            make_case(OPERATORS[name], shape, CASES[case], CPU, "fp32", 0)[0]["g"].mean()
+            for case in ("default", "normal")
+        ]
+        assert -0.1 < means[0] < 0 and means[1] == pytest.approx(-0.8, abs=0.1)
         g = make_case(OPERATORS[name], shape, CASES["extreme"], CPU, "fp32", 0)[0]["g"]
         assert (g[:, 6::7] == -30).flatten(2)[..., 0].all() and g.max() == 0 and ((g < 0) & (g > -30)).any()
     assert (g[..., 2::5] == -30).all() and (g[..., 4::5] == 0).all()

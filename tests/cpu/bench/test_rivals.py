@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,34 +30,25 @@ def expand(x: Tensor, heads: int) -> Tensor:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Both packages, whose functions take any device; what they were called with."""
-    seen = SimpleNamespace(offsets=[], sequences=[], factor=1.0)
+    seen = SimpleNamespace(offsets=[], sequences=[])
 
     def chunk_gated_delta_rule(q, k, v, g, beta, *, cu_seqlens=None) -> Any:
         seen.offsets.append(cu_seqlens)
         tensors = (expand(q, v.shape[2]).float(), expand(k, v.shape[2]).float(), v.float(), g, beta)
-        ends = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        parts = [
-            reference.gated_delta_rule_chunkwise(*(x[:, start:end] for x in tensors))[0]
-            for start, end in itertools.pairwise(ends)
-        ]
-        return torch.cat(parts, 1).to(v.dtype), None
+        o, state = reference.gated_delta_rule_chunkwise(*tensors, cu_seqlens=cu_seqlens)
+        return o.to(v.dtype), state
 
     def mamba_chunk_scan_combined(x, dt, a, b, c, *, chunk_size, seq_idx=None) -> Tensor:
         assert chunk_size == rivals.MAMBA_CHUNK and (a == -1).all() and (dt > 0).all()
         seen.sequences.append(seq_idx)
-        b, c, u, da = expand(b, x.shape[2]), expand(c, x.shape[2]), x * dt[..., None], dt * a
-        ends = [0, *(seq_idx[0].bincount().cumsum(0).tolist() if seq_idx is not None else [x.shape[1]])]
-        parts = [
-            reference.simple_gla_chunkwise(*(t[:, start:end] for t in (c, b, u, da)), scale=1.0)[0]
-            for start, end in itertools.pairwise(ends)
-        ]
-        return torch.cat(parts, 1) * seen.factor
+        offsets = None if seq_idx is None else torch.tensor([0, *seq_idx[0].bincount().cumsum(0)])
+        tensors = (expand(c, x.shape[2]), expand(b, x.shape[2]), x * dt[..., None], dt * a)
+        return reference.simple_gla_chunkwise(*tensors, scale=1.0, cu_seqlens=offsets)[0]
 
-    module = SimpleNamespace(mamba_chunk_scan_combined=mamba_chunk_scan_combined)
-    monkeypatch.setitem(
-        sys.modules, "flash_qla", SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
-    )
-    monkeypatch.setattr(rivals, "_mamba_module", lambda: module)
+    flash_qla = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    mamba = SimpleNamespace(mamba_chunk_scan_combined=mamba_chunk_scan_combined)
+    monkeypatch.setitem(sys.modules, "flash_qla", flash_qla)
+    monkeypatch.setattr(rivals, "_mamba_module", lambda: mamba)
     monkeypatch.setattr(rivals, "find_package", lambda name: object())
     monkeypatch.setattr(rivals, "_check_gpu", lambda variant, tensor: None)
     return seen
