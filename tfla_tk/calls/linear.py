@@ -26,6 +26,7 @@ from tfla_tk.core.checks import (
     fail,
 )
 from tfla_tk.core.invariance import is_batch_invariant
+from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_eager
 
 DEFAULT_CHUNK = 64
@@ -68,6 +69,30 @@ class LinearCall:
     def is_empty(self) -> bool:
         """True when there is no token to compute."""
         return self.batch * self.value_heads * self.seq == 0
+
+
+class SimpleGLACore(NamedTuple):
+    """A call of the kernels of a scalar decay.
+
+    Attributes:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
+        g: log decay in fp32 or 16 bits (fp64 for fp64 q), [B, T, HV] of any strides, or [HV] of every token,
+            which has no gradient; None: nothing decays.
+        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
+            host.
+        scale: of q k^T, positive.
+        batch_invariant: the option of that name.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: MaybeTensor
+    initial_state: MaybeTensor
+    cu_seqlens: MaybeTensor
+    scale: float
+    batch_invariant: bool = False
 
 
 def check_simple_gla(

@@ -20,6 +20,7 @@ from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
+from tfla_tk.calls.linear import SimpleGLACore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
 from tfla_tk.core.memo import Memo
 
@@ -164,7 +165,8 @@ def test_forwards_of_inference_and_training_are_cut_alike(
     for keeps in (False, True):
         found = tk_forward.mlstm_fwd(q, q, v, gate, gate, *options, True, keeps)
         assert (found[-1] is not None) == (keeps and (dim_v <= 128 or seq > SEGMENT))
-        scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
+        core = SimpleGLACore(*decayed, None, offsets, 0.1, batch_invariant=True)
+        scalar_decay.forward(core, output_final_state=False, keep=keeps)
     sequences = 2 if packed else 1
     expected = segments.cut_invariant(sequences, seq, packed=packed)
     assert [launch.cut[-2:] for launch in forwards.launches] == [expected] * 4

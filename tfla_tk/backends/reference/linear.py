@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tfla_tk.backends.reference.common import has_no_values, supports_form
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
+from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import Support
 from tfla_tk.ops import simple_gla as ops
 
@@ -25,24 +25,10 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
         tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
     form = variant or "chunkwise"
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    *inputs, cu_seqlens, cu_seqlens_cpu = tensors
     if has_no_values(cu_seqlens):
-        return ops.packed_simple_gla(call, form, *tensors)
-    o, last = ops.in_form(
-        form,
-        call.chunk_size,
-        q,
-        k,
-        v,
-        g,
-        g_gamma,
-        initial_state,
-        cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
-        scale=call.scale,
-        output_final_state=call.output_final_state,
-        state_v_first=call.state_v_first,
-    )
-    # computed in the widest dtype of the inputs
-    last = as_dtype(last, state_dtype(q))
+        return ops.packed_simple_gla(call, form, tensors)
+    offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    o, last = ops.reference(call, form, (*inputs, offsets, None))
     # without a token it may be the initial state itself
     return o, last.clone() if last is not None and call.seq == 0 else last

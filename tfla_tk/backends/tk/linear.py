@@ -22,7 +22,7 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
     Args:
         tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    return ops.simple_gla(call, *tensors)
+    return ops.simple_gla(call, tensors)
 
 
 def prepare_simple_gla(

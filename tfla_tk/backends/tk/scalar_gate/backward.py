@@ -189,7 +189,13 @@ def _states_of_another_forward(
 ) -> KeptStates | None:
     """The states of a call whose own forward has kept none."""
     q, k, v, i, f, c, n, cu_seqlens, *_ = tensors
-    of_forward = tk_forward.Options(
+    return tk_forward.run((q, k, v, i, f, c, n, m_initial, cu_seqlens), _keeping(options))[7]
+
+
+@functools.lru_cache(maxsize=1024)
+def _keeping(options: Options) -> tk_forward.Options:
+    """Of a forward that keeps states for a backward of these options."""
+    return tk_forward.Options(
         options.sigmoid_gate,
         options.normalize,
         options.eps,
@@ -201,7 +207,6 @@ def _states_of_another_forward(
         decay=options.decay,
         heads_last=options.heads_last,
     )
-    return tk_forward.run((q, k, v, i, f, c, n, m_initial, cu_seqlens), of_forward)[7]
 
 
 def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
