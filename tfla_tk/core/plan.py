@@ -64,7 +64,7 @@ class CallPath:
     """The calls that a family's functions of one kernel make, and the plans of the plain ones.
 
     Args:
-        name: of the kernel, as `registry.FAMILIES` has it.
+        name: of the kernel, as `registry.family_module` has it.
         tensors, options: the names of the arguments in the order in which `serve` gets them. Options tell the
             functions of a kernel apart, and one of them is `backend`.
         check: all arguments but `backend` by keyword to the description of a call, a `Call`; raises TypeError

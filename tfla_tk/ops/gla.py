@@ -5,8 +5,7 @@ tfla_tk::gla_fwd takes a `GLACore` and output_final_state.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfla_tk.calls.gla import GLACore
@@ -15,48 +14,9 @@ from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.ops.linear import Family, LinearOps, Result
 
-KERNELS = "tfla_tk.backends.tk.channel_gate.launch"  # the module of the kernels
-
-
-def gla(call: LinearCall, tensors: Sequence[Any]) -> Result:
-    """The tk backend: tfla_tk::gla_fwd.
-
-    Args:
-        tensors: q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu.
-
-    Returns:
-        (o, final state or None), the state as the call wants it.
-    """
-    return _ops.serve(call, _ops.as_read(_core(call, tensors)))
-
-
-def prepare_gla(call: LinearCall, tensors: Sequence[Any]) -> Callable[..., Result]:
-    """`gla` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-    Like these are tensors with the same metadata, strides included, that autograd records or not as these.
-    """
-    return _ops.prepare(call, lambda *tensors: _ops.as_read(_core(call, tensors)), tensors)
-
-
-def packed_gla(call: LinearCall, form: str, tensors: Sequence[Any]) -> Result:
-    """tfla_tk::packed_gla; tensors and result as of `gla`."""
-    return _ops.serve_packed(call, _core(call, tensors), form)
-
-
-def reference(call: LinearCall, form: str, tensors: Sequence[Any]) -> Result:
-    """A form of the reference in plain autograd; tensors and result as of `gla`."""
-    return _ops.serve_reference(call, _core(call, tensors), form)
-
 
 def _core(call: LinearCall, tensors: Sequence[Any]) -> GLACore:
-    """The core of a call's tensors in the dtypes that they have."""
-    q, k, v, g, initial_state, cu_seqlens, _ = tensors
-    if initial_state is not None and call.state_v_first:
-        initial_state = initial_state.mT
-    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
-
-
-# The reference
+    return GLACore(*tensors[:6], call.scale, call.batch_invariant)
 
 
 def _in_form(core: GLACore, form: str, chunk_size: int, output_final_state: bool) -> Result:
@@ -96,10 +56,12 @@ def _gradients(core: GLACore, do: Any, dht: Any, chunk_size: int) -> Sequence[Ma
 
 
 def _kernels() -> Any:
-    return importlib.import_module(KERNELS)
+    from tfla_tk.backends.tk.channel_gate import launch
+
+    return launch
 
 
-_ops = LinearOps(
+ops = LinearOps(
     Family(
         name="gla",
         title="GLA",
@@ -108,6 +70,7 @@ _ops = LinearOps(
         options=("float scale", "bool batch_invariant"),
         gates=("g",),
         core=GLACore,
+        read=_core,
         reference=_in_form,
         gradients=_gradients,
         kernels=_kernels,

@@ -55,7 +55,14 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
+from tfla_tk.core.memo import (
+    are_saved_tensors_hooked,
+    has_no_values,
+    is_plain,
+    may_keep,
+    named_in_profiles,
+    records,
+)
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 from tfla_tk.ops.head_dims import as_asked, fits, padded, unpadded
@@ -76,6 +83,7 @@ class Family:
         options: of the ops' schema, without output_final_state.
         gates: the inputs whose gradients are computed only where one of them is asked for.
         core: what the kernels and the reference take: a NamedTuple of inputs and options.
+        read: the core of a call and its tensors as they are, but for the layout of the initial state.
         reference: (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None.
         gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
         kernels: finds the module of the kernels.
@@ -83,6 +91,7 @@ class Family:
         keeps: its registered ops keep what the kernels leave for the backward (`ops.kept`).
         saves_final_state: <name>_bwd takes the final state behind the inputs: that of a forward which returns
             it, where gates have a gradient.
+        places: of the inputs among the tensors of a call; None: they are the first ones, in their order.
         op_inputs: the inputs as the ops take them, from those that the kernels take; None: the same.
     """
 
@@ -93,12 +102,14 @@ class Family:
     options: tuple[str, ...]
     gates: tuple[str, ...]
     core: Callable[..., Any]
+    read: Callable[[Any, Sequence[Any]], Any]
     reference: Callable[..., Result]
     gradients: Callable[..., Sequence[MaybeTensor]]
     kernels: Callable[[], Any]
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
     keeps: bool = False
     saves_final_state: bool = False
+    places: Callable[[Sequence[Any]], Sequence[int]] | None = None
     op_inputs: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
 
     @property
@@ -138,38 +149,39 @@ class LinearOps:
         self._register()
         self.keeping = KeepingOps(self) if family.keeps else None
 
-    # What backends call, with a core and a description of the call
+    # What backends have: o, and the final state as the call wants it; the last tensor is cu_seqlens_cpu
 
-    def serve(self, call: LinearCall, core: Any) -> Result:
-        """<name>_fwd: o, and the final state as the call wants it."""
-        core = self._padded(call, self._as_op_takes(core))
+    def serve(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
+        """The tk backend: <name>_fwd."""
+        core = self._padded(call, self._as_op_takes(self._read(call, tensors)))
         o, last = unpadded(call, *self.fwd(*core, call.output_final_state))
         return o, as_asked(call, last)
 
     def prepare(
-        self,
-        call: LinearCall,
-        read: Callable[..., Any],
-        tensors: Sequence[Any],
-        places: Sequence[int] | None = None,
-    ) -> Callable[..., Result]:
+        self, call: LinearCall, variant: str | None, tensors: Sequence[Any]
+    ) -> Callable[..., Result] | None:
         """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
-        Args:
-            read: makes the core of the tensors of a call.
-            places: of the family's inputs among the tensors; None: they are the first ones, in their order.
+        Like these are tensors of the same metadata, strides included, that autograd records or not as these.
         """
-        core, count = self._padded(call, read(*tensors)), self._count
+        if not is_plain(tuple(tensors)):
+            return None
+        core, count = self._padded(call, self._read(call, tensors)), self._count
         recorded = records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
         constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
         # then nothing is to be done but to leave out what is no input, for the host's time
-        inputs_of = itemgetter(*(range(count) if places is None else places))
+        places = self.family.places
+        inputs_of = itemgetter(*(range(count) if places is None else places(tensors)))
         reads_as_given = all(x is y for x, y in zip(core[:count], inputs_of(tensors), strict=True))
 
         def run(*tensors: Any) -> Result:
-            inputs = inputs_of(tensors) if reads_as_given else self._padded(call, read(*tensors))[:count]
+            inputs = (
+                inputs_of(tensors)
+                if reads_as_given
+                else self._padded(call, self._read(call, tensors))[:count]
+            )
             if recorded:
                 o, last = self.direct(*inputs, constants)
             else:
@@ -179,20 +191,32 @@ class LinearOps:
 
         return named_in_profiles(self._fwd_name, run)
 
-    def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
-        """packed_<name>: as `serve`, by a form of the reference."""
-        core = self._as_op_takes(self.as_read(core))
-        o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
-        return o, as_asked(call, last)
-
-    def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
-        """A form of the reference in plain autograd."""
+    def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
+        """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
+        form = variant or "chunkwise"
+        *inputs, cu_seqlens, cu_seqlens_cpu = tensors
+        if has_no_values(cu_seqlens):
+            core = self._as_op_takes(self._read(call, tensors))
+            o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
+            return o, as_asked(call, last)
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        core = self._core(call, (*inputs, offsets, None))
         o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
         # computed in the widest dtype of the inputs
-        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
+        last = as_asked(call, as_dtype(last, state_dtype(core.q)))
+        # without a token it may be the initial state itself
+        return o, last.clone() if last is not None and call.seq == 0 else last
 
-    def as_read(self, core: Any) -> Any:
+    def _core(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
+        """The core of a call's tensors in the dtypes that they have."""
+        core = self.family.read(call, tensors)
+        if core.initial_state is None or not call.state_v_first:
+            return core
+        return core._replace(initial_state=core.initial_state.mT)
+
+    def _read(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
         """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
+        core = self._core(call, tensors)
         dtype = state_dtype(core.q)
         gates = {name: getattr(core, name) for name in self.family.names[3:-2]}
         narrowed = {

@@ -195,7 +195,7 @@ def test_a_backward_takes_the_cut_of_its_forward(
     x = draw("exp", (2, 2, 600), dims=WIDE)
     *given, _ = arguments("exp", x)
     kept = states_left_by_a_forward("exp", x, 2)
-    assert kept.cut == segments.cut_invariant(2, 600, packed=False)
+    assert kept.layout.cut == segments.cut_invariant(2, 600, packed=False)
     assert_gradients(backward_formulas(*given, True, kept), torch.ops.tfla_tk.mlstm_bwd(*given, True))
     assert backward_formulas.summed == {"dk"}
 

@@ -25,6 +25,7 @@ from tfla_tk.backends.triton.installation import (
     triton_version,
     unusable,
 )
+from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
@@ -44,7 +45,7 @@ FLA_OPS = {
 # those whose backward fla refuses on Hopper with some versions of Triton
 GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")
 
-_MODULE = FLA_OPS["chunk_simple_gla"]
+_MOST_KEYS = 256  # of the delta rule
 _SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
 _HALVES = (torch.float16, torch.bfloat16)
 _REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
@@ -126,40 +127,83 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
     return SUPPORTED
 
 
+def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether fla's chunk_gla serves the call correctly; ValueError for a variant but "fla"."""
+    refusal = refusal_of_call("chunk_gla", call, variant) or too_many_heads(call)
+    return refusal or verdict_on_gradients(call, gated=False)
+
+
+def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
+    """Whether fla's function serves the call correctly; ValueError for a variant but "fla"."""
+    gated = call.gate != "none"
+    found = [refusal_of_call(_op_of(call), call, variant)]
+    if not gated:
+        found.append(uneven_heads(call))
+    if call.dim_qk > _MOST_KEYS:
+        found.append(Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference"))
+    return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
+
+
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     """Import what serves a call that is supported."""
-    return load_module(_MODULE)
+    return load_module(FLA_OPS[_op_of(call)])
 
 
-def simple_gla(
-    call: LinearCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: MaybeTensor,
-    g_gamma: MaybeTensor,
-    initial_state: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    cu_seqlens_cpu: MaybeTensor,
-) -> tuple[Tensor, MaybeTensor]:
-    """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
-    return call_fla(
-        "chunk_simple_gla",
-        call.device,
-        q,
-        k,
-        v,
-        g,
-        None if g_gamma is None else g_gamma.float(),
-        scale=call.scale,
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=call.output_final_state,
-        state_v_first=call.state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_size=call.chunk_size,
-    )
+def _op_of(call: LinearCall) -> str:
+    """The name of fla's function that serves a call."""
+    if isinstance(call, DeltaRuleCall):
+        return "chunk_delta_rule" if call.gate == "none" else "chunk_gated_delta_rule"
+    return "chunk_gla" if call.gate == "channel" else "chunk_simple_gla"
+
+
+# o [B, T, HV, V] and the final state in fp32, None unless asked for, of tensors in the order of the calls
+
+
+def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's chunk_simple_gla of q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    q, k, v, g, g_gamma, *_ = tensors
+    g_gamma = None if g_gamma is None else g_gamma.float()
+    options = _options(call, tensors) | {"state_v_first": call.state_v_first, "chunk_size": call.chunk_size}
+    return call_fla(_op_of(call), call.device, q, k, v, g, g_gamma, **options)
+
+
+def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's chunk_gla of q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    options = _options(call, tensors) | {"state_v_first": call.state_v_first}
+    return call_fla(_op_of(call), call.device, *tensors[:4], **options)
+
+
+def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's chunk_delta_rule, or where there is a decay chunk_gated_delta_rule.
+
+    Args:
+        tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
+    """
+    q, k, v, g, beta, a_log, dt_bias, *_ = tensors
+    options = _options(call, tensors)
+    options |= {"use_qk_l2norm_in_kernel": call.qk_l2norm, "chunk_size": call.chunk_size}
+    if call.gate == "none":
+        return call_fla(_op_of(call), call.device, q, k, v, beta, **options)
+    options |= {
+        "use_beta_sigmoid_in_kernel": call.beta_sigmoid,
+        "allow_neg_eigval": call.neg_eigval,
+        "state_v_first": call.state_v_first,
+    }
+    if call.gate == "raw":
+        options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
+    return call_fla(_op_of(call), call.device, q, k, v, g, beta, **options)
+
+
+def _options(call: LinearCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
+    """What all of fla's functions take by keyword."""
+    *_, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    return {
+        "scale": call.scale,
+        "initial_state": None if initial_state is None else initial_state.float(),
+        "output_final_state": call.output_final_state,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cpu": cu_seqlens_cpu,
+    }
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:

@@ -35,7 +35,7 @@ def _refusal_of_value_heads(call: LinearCall) -> Support | None:
     return Support(False, f"v has {call.value_heads} heads, q and k {call.heads}", "repeat q, k and g")
 
 
-def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
+def load(kernel: str, call: LinearCall) -> Support:
     """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
     Returns:

@@ -14,9 +14,6 @@ from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
 from tfla_tk.core.support import SUPPORTED, Support, together
 
-# what the kernels make themselves of the raw inputs
-NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
-
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
     """Whether the kernels serve a call; ValueError for a variant.
@@ -35,7 +32,7 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     )
 
 
-def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Support:
+def load(kernel: str, call: DeltaRuleCall) -> Support:
     """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
     Returns:

@@ -17,7 +17,7 @@ from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.calls.linear import SimpleGLACore
 from tfla_tk.core.constants import kept_on_device
-from tfla_tk.core.layout import Kept, KeptStates, MaybeTensor
+from tfla_tk.core.layout import Kept, MaybeTensor
 
 # o [B, T, HV, V], the state after the last token or None, and what a backward can use or None
 FwdResult: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]
@@ -33,7 +33,7 @@ def forward(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> Fwd
     q, k, v, g, initial_state, cu_seqlens, scale, batch_invariant = core
     tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
     found = tk_forward.run(tensors, _options(scale, output_final_state, batch_invariant, keep))
-    return found[0], found[1], _kept(found[7])
+    return found[0], found[1], found[7]
 
 
 def prepare(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> Callable[..., FwdResult]:
@@ -52,7 +52,7 @@ def prepare(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> Cal
     ) -> FwdResult:
         g = _log_decay(g, q)
         found = launch(q, k, v, None, g, initial_state, None, None, cu_seqlens)
-        return found[0], found[1], _kept(found[7])
+        return found[0], found[1], found[7]
 
     return run
 
@@ -73,25 +73,16 @@ def backward(
         needs_gates: whether dg is wanted; g is [B, T, HV] then.
     """
     q, k, v, g, initial_state, cu_seqlens, scale, batch_invariant = core
-    states = None
-    if kept is not None and (workspace := kept.tensors[0]) is not None:
-        states = KeptStates(workspace, *kept.layout)
-    h = do  # which is read with a normaliser alone
-    rows = None, None, None
-    tensors = (
-        q, k, v, None, _log_decay(g, q), initial_state, None, cu_seqlens,
-        h, *rows, final_state, None, do, d_final, None,
-    )  # fmt: skip
-    dq, dk, dv, _, dg, d_initial, _ = tk_backward.run(
-        tensors, _backward_options(scale, needs_gates, batch_invariant), states
+    h, rows = do, (None, None, None)  # which are read with a normaliser alone
+    tensors = tk_backward.Tensors(
+        *(q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens),
+        *(h, *rows, final_state, None, do, d_final, None),
     )
+    options = _backward_options(scale, needs_gates, batch_invariant)
+    dq, dk, dv, _, dg, d_initial, _ = tk_backward.run(tensors, options, kept)
     if q.shape[2] != v.shape[2]:
         dq, dk = (_sum_over_groups(x, q.shape[2]) for x in (dq, dk))
     return dq, dk, dv, dg, d_initial
-
-
-def _kept(states: KeptStates | None) -> Kept | None:
-    return None if states is None else Kept(states[:1], states[1:])
 
 
 @functools.lru_cache(maxsize=1024)
