@@ -32,8 +32,8 @@ from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 
 # of q, k, v, i, f, c_initial and n_initial
-Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-MaybeGrads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]
+Grads: TypeAlias = tuple[Tensor, ...]
+MaybeGrads: TypeAlias = tuple[MaybeTensor, ...]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from tfla_tk.calls.delta_rule import DeltaRuleCall, DeltaRuleCore
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.ops.linear import Family, LinearOps, Result
+from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form
 
 
 def _core(call: DeltaRuleCall, tensors: Sequence[Any]) -> DeltaRuleCore:
@@ -37,49 +37,28 @@ def _made(core: DeltaRuleCore) -> DeltaRuleCore:
     return core
 
 
-def _in_form(core: DeltaRuleCore, form: str, chunk_size: int, output_final_state: bool) -> Result:
-    import tfla_tk.reference as forms
-
+def _in_form(core: DeltaRuleCore, *options: Any) -> Result:
     made = _made(core)
-    gates = (made.beta,) if made.g is None else (made.g, made.beta)
-    name = "delta_rule" if made.g is None else "gated_delta_rule"
-    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    o, last = getattr(forms, f"{name}_{form}")(
-        made.q,
-        made.k,
-        made.v,
-        *gates,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=core.cu_seqlens,
-        **options,
-    )
+    operands = made.q, made.k, made.v
+    if made.g is None:
+        o, last = in_form("delta_rule", (*operands, made.beta), made, *options)
+    else:
+        o, last = in_form("gated_delta_rule", (*operands, made.g, made.beta), made, *options)
     return o.to(core.q.dtype), last
 
 
-def _gradients(core: DeltaRuleCore, do: Any, dht: Any, chunk_size: int) -> Sequence[MaybeTensor]:
+def _gradients(core: DeltaRuleCore, *grads: Any) -> Sequence[MaybeTensor]:
     import tfla_tk.reference as forms
 
     made = _made(core)
-    dq, dk, dv, dg, dbeta, dh0 = forms.gated_delta_rule_backward(
-        made.q,
-        made.k,
-        made.v,
-        made.beta.new_zeros(made.beta.shape) if made.g is None else made.g,
-        made.beta,
-        do,
-        dht,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        cu_seqlens=core.cu_seqlens,
-        chunk_size=chunk_size,
-    )
+    g = made.beta.new_zeros(made.beta.shape) if made.g is None else made.g
+    operands = made.q, made.k, made.v, g, made.beta
+    dq, dk, dv, dg, dbeta, dh0 = explicit_gradients("gated_delta_rule", operands, made, *grads)
+    da_log = ddt_bias = None
     if core.qk_l2norm:
         dq, dk = forms.l2_norm_backward(core.q, dq), forms.l2_norm_backward(core.k, dk)
     if core.beta_sigmoid:
         dbeta = forms.writing_strength_backward(core.beta, dbeta, core.neg_eigval)
-    da_log = ddt_bias = None
     if core.g is not None and core.A_log is not None:
         dg, da_log, ddt_bias = forms.delta_log_decay_backward(core.g, core.A_log, core.dt_bias, dg)
     given = None if core.g is None else dg

@@ -12,47 +12,21 @@ from tfla_tk.calls.gla import GLACore
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.ops.linear import Family, LinearOps, Result
+from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form
 
 
 def _core(call: LinearCall, tensors: Sequence[Any]) -> GLACore:
-    return GLACore(*tensors[:6], call.scale, call.batch_invariant)
+    q, k, v, g, initial_state, cu_seqlens, _ = tensors
+    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
 
 
-def _in_form(core: GLACore, form: str, chunk_size: int, output_final_state: bool) -> Result:
-    import tfla_tk.reference as forms
-
-    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    result: Result = getattr(forms, f"gla_{form}")(
-        core.q,
-        core.k,
-        core.v,
-        core.g,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=core.cu_seqlens,
-        **options,
-    )
-    return result
+def _in_form(core: GLACore, *options: Any) -> Result:
+    return in_form("gla", core[:4], core, *options)
 
 
-def _gradients(core: GLACore, do: Any, dht: Any, chunk_size: int) -> Sequence[MaybeTensor]:
-    import tfla_tk.reference as forms
-
-    dq, dk, dv, dg, dh0 = forms.gla_backward(
-        core.q,
-        core.k,
-        core.v,
-        core.g,
-        do,
-        dht,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        cu_seqlens=core.cu_seqlens,
-        chunk_size=chunk_size,
-    )
-    return dq, dk, dv, dg, None if core.initial_state is None else dh0
+def _gradients(core: GLACore, *grads: Any) -> Sequence[MaybeTensor]:
+    *found, dh0 = explicit_gradients("gla", core[:4], core, *grads)
+    return *found, None if core.initial_state is None else dh0
 
 
 def _kernels() -> Any:

@@ -118,6 +118,46 @@ class Family:
         return tuple(name.removesuffix("?") for name in self.inputs)
 
 
+def in_form(
+    name: str, operands: Sequence[Any], core: Any, form: str, chunk_size: int, output_final_state: bool
+) -> Result:
+    """o and the final state or None by a form of the reference, `<name>_<form>`.
+
+    Args:
+        operands: its positional arguments. core: has the others.
+    """
+    import tfla_tk.reference as forms
+
+    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
+    found: Result = getattr(forms, f"{name}_{form}")(
+        *operands,
+        scale=core.scale,
+        initial_state=core.initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=core.cu_seqlens,
+        **options,
+    )
+    return found
+
+
+def explicit_gradients(
+    name: str, operands: Sequence[Any], core: Any, do: Tensor, dht: MaybeTensor, chunk_size: int
+) -> tuple[Tensor, ...]:
+    """Of the operands and the initial state, by the reference's `<name>_backward`."""
+    import tfla_tk.reference as forms
+
+    found: tuple[Tensor, ...] = getattr(forms, f"{name}_backward")(
+        *operands,
+        do,
+        dht,
+        scale=core.scale,
+        initial_state=core.initial_state,
+        cu_seqlens=core.cu_seqlens,
+        chunk_size=chunk_size,
+    )
+    return found
+
+
 class LinearOps:
     """The registered ops of a family.
 
@@ -272,7 +312,7 @@ class LinearOps:
 
     def _implement(self) -> None:
         name, impl = self.family.name, library.get().impl
-        for op, function, key in (
+        for of, function, key in (
             (f"{name}_fwd", self._fwd_cpu, "CPU"),
             (f"{name}_bwd", self._bwd_cpu, "CPU"),
             (f"{name}_fwd", self._fwd_cuda, "CUDA"),
@@ -280,7 +320,7 @@ class LinearOps:
             (f"packed_{name}", self._packed, "CompositeExplicitAutograd"),
             (f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd"),
         ):
-            impl(op, function, key)
+            impl(of, function, key)
         for title, forward, record, differentiate, backward in (
             (name, self.fwd, self._record, self._differentiate, self.bwd),
             (
@@ -293,9 +333,9 @@ class LinearOps:
         ):
             recorder = autograd.function(title, record, differentiate)
             refusing = autograd.refusing(f"{title}_backward", backward, self.refusal)
-            for op, function in ((forward, recorder), (backward, refusing)):
+            for op, applied in ((forward, recorder), (backward, refusing)):
                 op_name = op._schema.name.partition("::")[2]
-                impl(op_name, autograd.recording(op_name, op, function), "Autograd")
+                impl(op_name, autograd.recording(op_name, op, applied), "Autograd")
 
     def _register(self) -> None:
         name, heads, our_library = self.family.name, self.family.heads, library.get()

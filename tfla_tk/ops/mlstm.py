@@ -166,8 +166,9 @@ def _fwd_cpu(*args: Any) -> Output:
 
     *inputs, m_initial, cu_seqlens = args[:_INPUT_COUNT]
     sigmoid_gate, normalize, eps, *_ = args[_INPUT_COUNT:]
-    options = {"sigmoid_gate": sigmoid_gate, "normalize": normalize, "cu_seqlens": cu_seqlens}
-    terms = forms.mlstm_forward_terms(*inputs, m_initial, eps, **options)
+    terms = forms.mlstm_forward_terms(
+        *(*inputs, m_initial, eps), sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens
+    )
     *out, chunk_m = _fwd_fake(*args)
     _fill_chunk_m(chunk_m, terms.m_t, m_initial, cu_seqlens)
     return *_filled(out, terms), chunk_m
@@ -222,8 +223,12 @@ def _reference_bwd(
     import tfla_tk.reference as forms
 
     *tensors, cu_seqlens = inputs
-    options = {"sigmoid_gate": sigmoid_gate, "normalize": normalize, "cu_seqlens": cu_seqlens}
-    terms = forms.mlstm_backward_terms(*tensors, *grads, eps, chunk_size, **options)
+    terms = forms.mlstm_backward_terms(
+        *(*tensors, *grads, eps, chunk_size),
+        sigmoid_gate=sigmoid_gate,
+        normalize=normalize,
+        cu_seqlens=cu_seqlens,
+    )
     return _filled(_bwd_fake(*inputs), terms.grads)
 
 

@@ -15,7 +15,7 @@ batch_invariant is the option of that name; implementations may get one argument
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -198,13 +198,12 @@ def in_place_on_cpu(*args: Any) -> Tensor:
 
 
 def _reference(
-    tensors: Sequence[Any], normalize: bool, eps: float, dtype_m: torch.dtype
+    tensors: tuple[Any, ...], normalize: bool, eps: float, dtype_m: torch.dtype
 ) -> tuple[Tensor, ...]:
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
     from tfla_tk.ops import mlstm_reference as reference
 
-    *others, m = tensors
-    h, (c, n, *last_m) = reference.decode(*others, m=m, normalize=normalize, eps=eps)
+    h, (c, n, *last_m) = reference.decode(tensors, normalize, eps)
     if last_m and dtype_m.itemsize == 2:
         return h, *representable(c, n, last_m[0], dtype_m)
     return h, c, n, *last_m
@@ -217,7 +216,7 @@ def as_fake(*args: Any) -> StepOutput:
     """Uninitialised results of `name`."""
     q, _, v, *_ = args
     sigmoid_gate, _, _, dtype_state, *_ = args[_COUNT:]
-    batch, heads, dim_qk = *q.shape[:2], q.shape[-1]
+    (batch, heads), dim_qk = q.shape[:2], q.shape[-1]
 
     def empty(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=dtype_state)

@@ -32,25 +32,23 @@ def apply(
     return h, last
 
 
-def decode(
-    q: Tensor, *others: Any, m: Tensor | None, normalize: bool, eps: float
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def decode(tensors: tuple[Any, ...], normalize: bool, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on.
 
     Args:
-        others: k, v, i, f, c, n. m: None with the sigmoid gate.
+        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
 
     Returns:
         h like v, and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32; n itself
         without normaliser.
     """
-    tokens, options = (q, *others), {"eps": eps}
+    q, k, v, i, f, c, n, m = tensors
     one_token = q.dim() == 3
-    if not one_token:
-        options["return_last_states"] = True
-    if m is not None:
-        function = forms.mlstm_step if one_token else forms.mlstm_recurrent
-        return function(*tokens, m, **options)  # type: ignore[operator]
-    function = forms.mlstm_siging_step if one_token else forms.mlstm_siging_recurrent
-    h, (c, n) = function(*tokens, **options, normalize=normalize)
-    return h, (c, n if normalize or one_token else others[-1])
+    if m is None and one_token:
+        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps, normalize)
+    if m is None:
+        h, (c, n_last) = forms.mlstm_siging_recurrent(q, k, v, i, f, c, n, True, eps, normalize)
+        return h, (c, n_last if normalize else n)
+    if one_token:
+        return forms.mlstm_step(q, k, v, i, f, c, n, m, eps)
+    return forms.mlstm_recurrent(q, k, v, i, f, c, n, m, True, eps)  # type: ignore[return-value]

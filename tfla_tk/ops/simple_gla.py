@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from tfla_tk.calls.linear import LinearCall, SimpleGLACore
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor, state_dtype
-from tfla_tk.ops.linear import Family, LinearOps, Result
+from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form
 
 
 def _core(call: LinearCall, tensors: Sequence[Any]) -> SimpleGLACore:
@@ -35,49 +33,17 @@ def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
 def _op_inputs(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """With a decay per head [HV] as [B, T, HV]."""
     q, k, v, g, *others = inputs
-    return q, k, v, _of_tokens(g, v), *others
+    return q, k, v, g if g is None or g.dim() == 3 else g.expand(v.shape[:3]), *others
 
 
-def _of_tokens(g: MaybeTensor, v: Tensor) -> MaybeTensor:
-    return g if g is None or g.dim() == 3 else g.expand(v.shape[:3])
-
-
-def _in_form(core: SimpleGLACore, form: str, chunk_size: int, output_final_state: bool) -> Result:
-    import tfla_tk.reference as forms
-
+def _in_form(core: SimpleGLACore, *options: Any) -> Result:
     is_per_head = core.g is not None and core.g.dim() == 1
-    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    result: Result = getattr(forms, f"simple_gla_{form}")(
-        core.q,
-        core.k,
-        core.v,
-        None if is_per_head else core.g,
-        core.g if is_per_head else None,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=core.cu_seqlens,
-        **options,
-    )
-    return result
+    gates = (None, core.g) if is_per_head else (core.g, None)
+    return in_form("simple_gla", (*core[:3], *gates), core, *options)
 
 
-def _gradients(core: SimpleGLACore, do: Any, dht: Any, chunk_size: int) -> Sequence[MaybeTensor]:
-    import tfla_tk.reference as forms
-
-    dq, dk, dv, dg, dh0 = forms.simple_gla_backward(
-        core.q,
-        core.k,
-        core.v,
-        _of_tokens(core.g, core.v),
-        do,
-        dht,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        cu_seqlens=core.cu_seqlens,
-        chunk_size=chunk_size,
-    )
-    return dq, dk, dv, dg, dh0
+def _gradients(core: SimpleGLACore, *grads: Any) -> Sequence[MaybeTensor]:
+    return explicit_gradients("simple_gla", _op_inputs(core[:4]), core, *grads)
 
 
 def _kernels() -> Any:

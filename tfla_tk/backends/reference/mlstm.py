@@ -55,8 +55,9 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`mlstm_reference.decode` of q, k, v, i, f, c, n, m, with the state stored as the call says."""
-    m = None if call.sigmoid_gate else tensors[7]
-    h, state = forms.decode(*tensors[:7], m=m, normalize=call.normalize, eps=call.eps)
+    *others, m = tensors
+    read = *others, None if call.sigmoid_gate else m
+    h, state = forms.decode(read, call.normalize, call.eps)
     return h, mlstm_decode.stored(call, state, tensors[5:])
 
 

@@ -86,11 +86,20 @@ class Tensors(NamedTuple):
 
     def readable(self) -> Tensors:
         """As they lie where the kernels can take them so, else copies."""
-        operands = {name: as_operand(getattr(self, name)) for name in ("q", "k", "v", "h", "dh")}
-        names = "c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last"
-        states = {name: as_state(getattr(self, name)) for name in names}
-        offsets = None if self.cu_seqlens is None else self.cu_seqlens.contiguous()
-        return self._replace(**operands, **states, cu_seqlens=offsets)
+        return self._replace(
+            q=as_operand(self.q),
+            k=as_operand(self.k),
+            v=as_operand(self.v),
+            c_initial=as_state(self.c_initial),
+            n_initial=as_state(self.n_initial),
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.contiguous(),
+            h=as_operand(self.h),
+            c_last=as_state(self.c_last),
+            n_last=as_state(self.n_last),
+            dh=as_operand(self.dh),
+            dc_last=as_state(self.dc_last),
+            dn_last=as_state(self.dn_last),
+        )
 
     @property
     def with_gradients(self) -> tuple[Any, ...]:
@@ -343,7 +352,7 @@ def _describe(
         grads: as the kernels write them.
     """
     addresses, normalize, last = Addresses(), options.normalize, options.heads_last
-    at = Tensors(*(addresses.next(given=tensor is not None) for tensor in x))  # type: ignore[arg-type]
+    at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
     sizes, group = _sizes(x.q, x.k, x.v, heads_last=last)
@@ -410,8 +419,11 @@ def _describe(
     )
     dq, dk, dv, di, df, _, dn_initial = grads
     written = Grads(
-        *(_operand(y, grad, heads_last=last) for y, grad in zip(to, (dq, dk, dv), strict=False)),
-        *(_gate(y, grad, x.v, heads_last=last) for y, grad in zip(to[3:], (di, df), strict=False)),
+        _operand(to[0], dq, heads_last=last),
+        _operand(to[1], dk, heads_last=last),
+        _operand(to[2], dv, heads_last=last),
+        _gate(to[3], di, x.v, heads_last=last),
+        _gate(to[4], df, x.v, heads_last=last),
         to[5],
         to[6],
         addresses.next() if dn_initial is not None and plan.parts > 1 else 0,

@@ -45,10 +45,10 @@ class Tensors(NamedTuple):
 
     def readable(self) -> Tensors:
         """As they lie where the kernels can take them so, else copies."""
-        q, k, v, i, f, *states, cu_seqlens = self
-        operands = (as_operand(x) for x in (q, k, v))
+        q, k, v, i, f, c, n, m, cu_seqlens = self
+        operands = as_operand(q), as_operand(k), as_operand(v)
         offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
-        return Tensors(*operands, i, f, *map(as_state, states), offsets)
+        return Tensors(*operands, i, f, as_state(c), as_state(n), as_state(m), offsets)
 
 
 class Left(NamedTuple):
