@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sysconfig
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -167,17 +166,6 @@ def compile_extension(toolchain: Toolchain, library: Path, slots: Slots) -> None
 
 def _defines(launcher: Launcher) -> list[str]:
     return [f"-D{name}={value}" for name, value in launcher.defines]
-
-
-def timed_cubin(
-    instance: Instance, toolchain: Toolchain, kittens: ThunderKittens, out_dir: Path
-) -> CompileResult:
-    """Compile one instance to ``<out_dir>/<name>.cubin``, ungated."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    cubin = out_dir / f"{instance.name}.cubin"
-    started = time.monotonic()
-    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
-    return CompileResult(cubin, log, time.monotonic() - started)
 
 
 def _run(command: Sequence[str], what: str) -> str:

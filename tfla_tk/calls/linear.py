@@ -102,23 +102,16 @@ def check_simple_gla(
     g: Tensor | None,
     g_gamma: Tensor | None,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     *,
-    scale: float | None,
-    output_final_state: bool,
-    state_v_first: bool,
     chunk_size: int | None,
+    **options: Any,
 ) -> LinearCall:
     """Check one call with a scalar decay and describe it.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV]. g_gamma: [HV]. At most one of them.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
-            number of packed sequences.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        cu_seqlens_cpu: the same on the CPU; both are read and compared where cu_seqlens is on the CPU, too.
+        initial_state, options: as of `check_frame`.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -126,21 +119,10 @@ def check_simple_gla(
     """
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
-    frame = check_frame(
-        q,
-        operands,
-        initial_state,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale=scale,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        v_first_in="chunk_simple_gla",
-    )
-    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
+    frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)
     return LinearCall(
         **frame,
-        **check_transforms(inputs, [] if g_gamma is None else [g_gamma]),
+        **transforms.of_call((q, k, v, g, initial_state), (g_gamma,)),
         gate=gate,
         chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
     )
@@ -200,9 +182,9 @@ def check_frame(
     q: Tensor,
     operands: Operands,
     initial_state: Any,
+    *,
     cu_seqlens: Any,
     cu_seqlens_cpu: Any,
-    *,
     scale: Any,
     output_final_state: Any,
     state_v_first: Any,
@@ -212,6 +194,11 @@ def check_frame(
     """Check what every operator has beside its operands and gates; the fields of its `LinearCall`.
 
     Args:
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
+            number of packed sequences.
+        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
+        cu_seqlens_cpu: the same on the CPU; both are read and compared where cu_seqlens is on the CPU, too.
+        scale, output_final_state: as the public functions have them.
         v_first_in: the family's function that has state_v_first; others pass False. heads: the name of the
             heads of a state in messages.
     """
@@ -244,19 +231,6 @@ def check_frame(
         "state_v_first": state_v_first,
         "varlen": cu_seqlens is not None,
         "batch_invariant": is_batch_invariant(),
-    }
-
-
-def check_transforms(inputs: list[Tensor], constants: list[Tensor]) -> dict[str, Any]:
-    """What differentiates or transforms the call, as fields of its `LinearCall`.
-
-    Args:
-        inputs: the tensors that may have gradients. constants: the others.
-    """
-    return {
-        "requires_grad": torch.is_grad_enabled() and any(map(transforms.requires_grad, inputs)),
-        "forward_mode": transforms.has_tangent((*inputs, *constants)),
-        "transformed": any(map(transforms.is_transformed, [*inputs, *constants])),
     }
 
 

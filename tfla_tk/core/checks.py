@@ -86,6 +86,14 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         fail(name, f"device {device}, the device of q", value.device)
 
 
+def check_expected(q: Tensor, expected: Iterable[ExpectedTensor]) -> None:
+    """Dense floating-point tensors of these shapes on q's device."""
+    for name, value, shape, layout in expected:
+        check_tensor(name, value, len(shape), layout)
+        check_shape(name, value, shape, layout)
+        check_device(name, value, q.device)
+
+
 def check_dtype_of_q(name: str, value: Tensor, dtype: torch.dtype) -> None:
     """The dtype of q."""
     if value.dtype != dtype:

@@ -12,7 +12,6 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import segments as gla
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
@@ -58,7 +57,8 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
     seq = sum(lengths) if packed else lengths[0]
-    return gla.find_cut(len(lengths), seq, heads, 128, multiprocessors, packed=packed, batch_invariant=True)
+    of = (len(lengths), seq, heads, multiprocessors, segments.FORWARD)
+    return segments.find(*of, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}

@@ -214,5 +214,5 @@ def test_a_zero_in_place_of_gates_is_made_once() -> None:
     scalar_decay._zeros.clear()
     q = draw()[0]
     with torch.inference_mode():
-        zero = scalar_decay._log_decay(None, q)
-    assert scalar_decay._log_decay(None, q) is zero and not zero.is_inference()
+        zero = scalar_decay._tensors(q, q, q, None, None, None)[4]
+    assert scalar_decay._tensors(q, q, q, None, None, None)[4] is zero and not zero.is_inference()

@@ -31,6 +31,11 @@ class Addresses:
         return self._count << ADDRESS_BITS if given else 0
 
 
+def aligned(size: int) -> int:
+    """So many bytes, up to where the next place of an allocation begins."""
+    return -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+
+
 class Scratch:
     """Places in one allocation, of what kernels of a call leave for others.
 
@@ -46,7 +51,7 @@ class Scratch:
     def take(self, size: int) -> int:
         """The prepared address of the next so many bytes; 0 for none."""
         at = self._address + self.bytes
-        self.bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        self.bytes += aligned(size)
         return at if size else 0
 
     def take_dense(self, size: tuple[int, ...], element_bytes: int) -> Operand:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
-from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable, slices_of_k
-from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
+from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, launch_segments, layout, readable, slices_of_k
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, operand_at, starts
 from tfla_tk.build import instances
@@ -72,7 +71,7 @@ class Forward:
         self._device, self._cut = shape.device, shape.cut
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         # of v's dtype because that need not be said to torch, which is half of the time
-        self._borders_size = borders_bytes(shape) // core.v.itemsize
+        self._borders_size = shape.borders_bytes // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.GLA, shape.walk("forward"))

@@ -22,7 +22,6 @@ begins a segment, or, for dq, the forward has left it. The one walk needs the gr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,6 +42,7 @@ from tfla_tk.backends.tk.operands import (
 from tfla_tk.backends.tk.prepared import Addresses, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches
+from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.walks import (
     Sizes,
@@ -110,28 +110,6 @@ class Tensors(NamedTuple):
 # dq, dk, dv, di, df, dc_initial, dn_initial
 Gradients: TypeAlias = tuple[Any, ...]
 
-_NO_GATE = (0, 0, 0, 0, 0)
-
-
-class Options(NamedTuple):
-    """What calls of a kind have in common beside how their tensors lie.
-
-    Attributes:
-        scale: of q k^T.
-        needs_df: without it di and df come back as None.
-        decay, heads_last: as in `forward.Options`.
-        batch_invariant: nothing of a sequence's results depends on what else is in the call.
-    """
-
-    sigmoid_gate: bool
-    normalize: bool
-    eps: float
-    scale: float
-    needs_df: bool = True
-    decay: bool = False
-    heads_last: bool = False
-    batch_invariant: bool = False
-
 
 def mlstm_bwd(*args: Any) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd,
@@ -158,9 +136,7 @@ def _run_mlstm(
         tensors = tensors._replace(n_last=None, dn_last=None, row_n=None)
     elif (tensors.row_n is None or tensors.row_n.numel() == 0) and tensors.v.numel() > 0:
         raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
-    scale = tensors.q.shape[-1] ** -0.5
-    options = Options(sigmoid_gate, normalize, eps, scale, batch_invariant=batch_invariant)
-    return run(tensors, options, kept)
+    return run(tensors, Options(sigmoid_gate, normalize, eps, False, False, batch_invariant), kept)
 
 
 def run(
@@ -181,7 +157,7 @@ def run(
         return _run_without_tokens(tensors, options)
     if kept is None and is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
         # of another forward: its own has kept no states
-        kept = tk_forward.run(tensors[:9], _keeping(options))[7]
+        kept = tk_forward.run(tensors[:9], options._replace(keep_states=True))[7]
     key = _layout(tensors, options, kept, like)
     backward = _backwards.get(key)
     if backward is None:
@@ -192,23 +168,6 @@ def run(
         backward = Backward(tensors, options, kept, like)
         _backwards.keep(key, backward)
     return backward(tensors, kept, like)
-
-
-@functools.lru_cache(maxsize=1024)
-def _keeping(options: Options) -> tk_forward.Options:
-    """Of a forward that keeps states for a backward of these options."""
-    return tk_forward.Options(
-        options.sigmoid_gate,
-        options.normalize,
-        options.eps,
-        return_last_states=False,
-        return_rows=False,
-        batch_invariant=options.batch_invariant,
-        keep_states=True,
-        scale=options.scale,
-        decay=options.decay,
-        heads_last=options.heads_last,
-    )
 
 
 def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
@@ -340,9 +299,7 @@ def _is_writable(grad: Tensor, place: int) -> bool:
     return place < 5 or grad.is_contiguous()
 
 
-def _describe(
-    x: Tensors, options: Options, left: tk_forward.Left | None, grads: Gradients
-) -> tuple[Call, Grads, bool]:
+def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read, what they write, and whether states are those that the forward kept.
 
     Addresses are numbered in the order in which `Backward` says where the tensors begin.
@@ -373,13 +330,14 @@ def _describe(
         sequences,
         chunk_slots(sizes[2], offsets),
         cut,
+        memory_at,
         normalize=normalize,
         decay=options.decay,
         states_given=states_given,
         batch_invariant=options.batch_invariant,
         needs_df=options.needs_df,
     )
-    memory, of_one_walk = plan.memory_at(memory_at), (0, 0, 0)
+    memory, of_one_walk = plan.memory, (0, 0, 0)
     if left is not None and states_given:
         first, second = (kept_at + offset for offset in left.offsets)
         of_n = second if normalize else 0
@@ -410,7 +368,7 @@ def _describe(
         dc_last=at.dc_last,
         dn_last=at.dn_last,
         eps=options.eps,
-        scale=options.scale,
+        scale=options.scale_of(sizes[3]),
         sigmoid_gate=options.sigmoid_gate,
         group=group,
         half=half,
@@ -450,7 +408,7 @@ def _operand(address: int, x: Tensor, *, heads_last: bool) -> Operand:
 def _gate(address: int, x: MaybeTensor, v: Tensor, *, heads_last: bool) -> Gate:
     """A gate or its gradient as the kernels take it; with the heads last its sizes may be fewer than v's."""
     if x is None:
-        return _NO_GATE
+        return tk_forward.NO_GATE
     if heads_last:
         x = x.expand(v.shape[:3]).transpose(1, 2)
     return address, *x.stride(), DTYPES[x.dtype]

@@ -84,7 +84,7 @@ _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
 class Options(NamedTuple):
-    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more.
+    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more, of a forward and of its backward.
 
     Attributes:
         batch_invariant: cut sequences by their lengths alone.
@@ -96,6 +96,7 @@ class Options(NamedTuple):
         heads_last: q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to
             that.
         sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
+        needs_df: of the backward: without it di and df come back as None.
     """
 
     sigmoid_gate: bool
@@ -109,6 +110,11 @@ class Options(NamedTuple):
     decay: bool = False
     heads_last: bool = False
     sequential: bool = False
+    needs_df: bool = True
+
+    def scale_of(self, dim_qk: int) -> float:
+        """Of q k^T."""
+        return dim_qk**-0.5 if self.scale is None else self.scale
 
 
 def mlstm_fwd(*args: Any) -> FwdResult:
@@ -185,14 +191,13 @@ class Forward:
             instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
         )
         one_walk = tk_walks.is_narrow(dim_qk, dim_v)
+        of_cut = {"packed": packed, "batch_invariant": invariant}
         if (options.keep_states and not one_walk) or invariant:
-            cut = tk_walks.cut_sequences(
-                sizes, sequences, processors, packed=packed, batch_invariant=invariant
-            )
+            cut = tk_walks.cut_sequences(sizes, sequences, processors, **of_cut)
             kept = options.keep_states and not one_walk and cut.segments > sequences
         if not (kept or invariant):
-            find = segments.cut_packed if packed else segments.cut
-            cut = find(sequences, seq, heads * slices, processors * kernel.ctas_per_multiprocessor(*tile))
+            running = processors * kernel.ctas_per_multiprocessor(*tile)
+            cut = segments.find(sequences, seq, heads * slices, running, segments.FORWARD, **of_cut)
         slots = (cut.segments - sequences) * heads
         self._options = options
         self._device = device
@@ -245,7 +250,7 @@ class Forward:
             sizes,
             heads // key_heads,
             tile,
-            dim_qk**-0.5 if options.scale is None else options.scale,
+            options.scale_of(dim_qk),
             options.eps,
             q.dtype == torch.float16,
             options.sigmoid_gate,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,28 +30,16 @@ def forward(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> Fwd
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    q, k, v, g, initial_state, cu_seqlens, scale, batch_invariant = core
-    tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    found = tk_forward.run(tensors, _options(scale, output_final_state, batch_invariant, keep))
+    found = tk_forward.run(_tensors(*core[:6]), _options(core, output_final_state, keep))
     return found[0], found[1], found[7]
 
 
 def prepare(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> Callable[..., FwdResult]:
     """`forward` of the tensors of all calls whose tensors have the metadata of these, strides included."""
-    q, k, v, g, initial_state, cu_seqlens, scale, batch_invariant = core
-    tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    launch = tk_forward.prepare(tensors, _options(scale, output_final_state, batch_invariant, keep))
+    launch = tk_forward.prepare(_tensors(*core[:6]), _options(core, output_final_state, keep))
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: MaybeTensor,
-        initial_state: MaybeTensor,
-        cu_seqlens: MaybeTensor,
-    ) -> FwdResult:
-        g = _log_decay(g, q)
-        found = launch(q, k, v, None, g, initial_state, None, None, cu_seqlens)
+    def run(*tensors: Any) -> FwdResult:
+        found = launch(*_tensors(*tensors))
         return found[0], found[1], found[7]
 
     return run
@@ -72,21 +60,32 @@ def backward(
         final_state: of the forward, where d_final is given.
         needs_gates: whether dg is wanted; g is [B, T, HV] then.
     """
-    q, k, v, g, initial_state, cu_seqlens, scale, batch_invariant = core
     h, rows = do, (None, None, None)  # which are read with a normaliser alone
-    tensors = tk_backward.Tensors(
-        *(q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens),
-        *(h, *rows, final_state, None, do, d_final, None),
-    )
-    options = _backward_options(scale, needs_gates, batch_invariant)
+    outputs = h, *rows, final_state, None, do, d_final, None
+    tensors = tk_backward.Tensors._make((*_tensors(*core[:6]), *outputs))
+    options = _options(core, False, False, needs_gates)
     dq, dk, dv, _, dg, d_initial, _ = tk_backward.run(tensors, options, kept)
-    if q.shape[2] != v.shape[2]:
-        dq, dk = (_sum_over_groups(x, q.shape[2]) for x in (dq, dk))
+    if core.q.shape[2] != core.v.shape[2]:
+        dq, dk = (_sum_over_groups(x, core.q.shape[2]) for x in (dq, dk))
     return dq, dk, dv, dg, d_initial
 
 
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, g: MaybeTensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
+) -> tuple[Any, ...]:
+    """As mLSTM's kernels have them; without a decay there is a zero."""
+    g = kept_on_device(_zeros, q.device, q.device, _zero) if g is None else g
+    return q, k, v, None, g, initial_state, None, None, cu_seqlens
+
+
+def _options(core: SimpleGLACore, output_final_state: bool, keep: bool, needs_dg: bool = True) -> Any:
+    return _options_of(core.scale, core.batch_invariant, output_final_state, keep, needs_dg)
+
+
 @functools.lru_cache(maxsize=1024)
-def _options(scale: float, output_final_state: bool, batch_invariant: bool, keep: bool) -> tk_forward.Options:
+def _options_of(
+    scale: float, batch_invariant: bool, output_final_state: bool, keep: bool, needs_dg: bool
+) -> tk_forward.Options:
     return tk_forward.Options(
         sigmoid_gate=True,
         normalize=False,
@@ -98,29 +97,11 @@ def _options(scale: float, output_final_state: bool, batch_invariant: bool, keep
         scale=scale,
         decay=True,
         heads_last=True,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _backward_options(scale: float, needs_dg: bool, batch_invariant: bool) -> tk_backward.Options:
-    return tk_backward.Options(
-        sigmoid_gate=True,
-        normalize=False,
-        eps=1.0,
-        scale=scale,
         needs_df=needs_dg,
-        decay=True,
-        heads_last=True,
-        batch_invariant=batch_invariant,
     )
 
 
 _zeros: dict[torch.device, Tensor] = {}
-
-
-def _log_decay(g: MaybeTensor, q: Tensor) -> Tensor:
-    """g, or a zero where there is none."""
-    return kept_on_device(_zeros, q.device, q.device, _zero) if g is None else g
 
 
 def _zero(device: torch.device) -> Tensor:
