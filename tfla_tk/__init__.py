@@ -9,6 +9,9 @@ Importing this package touches no GPU and compiles nothing. Public names:
     chunk_retention, chunk_lightning_attn      the same with the decays of RetNet and of Lightning Attention
     chunk_gla                                  linear attention with a decay per token, head and key channel
     chunk_delta_rule, chunk_gated_delta_rule   DeltaNet; gated DeltaNet, with a decay per token and head
+    fused_recurrent_gla, fused_recurrent_simple_gla, fused_recurrent_retention,
+    fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule
+                                               the same token by token, for decoding
     batch_invariant, is_batch_invariant        an option: results of a sequence do not depend on its batch
     which                                      the backend that a call would use, and why
     __version__                                the version of this package
@@ -30,6 +33,13 @@ from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_s
 from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.gla import chunk_gla
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
+from tfla_tk.recurrent import (
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gla,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
+)
 from tfla_tk.simple_gla import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
@@ -46,6 +56,11 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_retention",
     "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
     "is_batch_invariant",
     "mlstm_chunkwise",
     "mlstm_sequence",

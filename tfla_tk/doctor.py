@@ -25,7 +25,6 @@ from tfla_tk.core.errors import UnsupportedError
 
 _BASELINES = ("mlstm_kernels", "fla-core", "flash-linear-attention", "flash-qla", "mamba-ssm")
 _NAMES = {"triton": "Triton", "reference": "the PyTorch reference"}
-_DECODING = ("_step", "_sequence")  # ends of the names of operators whose kernels have no gradients
 _ON_TRITON = ("fla-core", "flash-linear-attention")
 LIBRARIES = ("torch", "triton", "einops", *_BASELINES, "xlstm", "transformers", "matplotlib")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
@@ -203,6 +202,11 @@ def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
     return {"backend": choice.backend, "reasons": reasons}
 
 
+def _decodes(name: str) -> bool:
+    """Whether an operator is for decoding, where gradients are not what counts."""
+    return name.startswith("fused_recurrent_") or name.endswith(("_step", "_sequence"))
+
+
 def _verdict(found: dict[str, Any]) -> str:
     """In one sentence what serves the operators, and where it is not the kernels what they lack."""
     operators = found["operators"]
@@ -212,7 +216,7 @@ def _verdict(found: dict[str, Any]) -> str:
     others = [
         name
         for name, uses in operators.items()
-        for use in (["inference"] if name.endswith(_DECODING) else uses)
+        for use in (["inference"] if _decodes(name) else uses)
         if uses[use].get("backend") != "tk"
     ]
     backends = {choice["backend"] for choice in known}
@@ -240,6 +244,11 @@ EXAMPLES: dict[str, tuple[str | int, ...]] = {
     "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
     "chunk_retention": (),
     "chunk_simple_gla": ("g",),
+    "fused_recurrent_delta_rule": ("beta",),
+    "fused_recurrent_gated_delta_rule": ("g",),
+    "fused_recurrent_gla": ("g of channels",),
+    "fused_recurrent_retention": (),
+    "fused_recurrent_simple_gla": ("g",),
     "mlstm_chunkwise": ("i", "f"),
     "mlstm_siging_chunkwise": ("i", "f"),
     "mlstm_step": ("i", "f", "c", "n", "m"),
@@ -253,9 +262,11 @@ def _example(name: str, requires_grad: bool) -> list[Any]:
     """The arguments of a small call: one batch entry, one head, 64 tokens, or of decoding 8 or one; head dims
     128 and 256 of mLSTM, else 128 and 128."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    is_mlstm, decodes = name.startswith("mlstm"), name.endswith(_DECODING)
+    is_mlstm = name.startswith("mlstm")
     dim_v = 256 if is_mlstm else 128
-    tokens = [] if name.endswith("_step") else [8] if decodes else [64]
+    tokens = [64]
+    if _decodes(name):
+        tokens = [8] if name.endswith("_sequence") else [] if is_mlstm else [1]
     sizes = [1, 1, *tokens] if is_mlstm else [1, *tokens, 1]
     shapes = {"q": [*sizes, 128], "k": [*sizes, 128], "v": [*sizes, dim_v], "g of channels": [*sizes, 128]}
     shapes |= {"c": [1, 1, 128, dim_v], "n": [1, 1, 128], "m": [1, 1, 1]}
@@ -267,5 +278,7 @@ def _example(name: str, requires_grad: bool) -> list[Any]:
         is_operand = argument in ("q", "k", "v")
         shape = shapes.get(argument, sizes if tokens else [1, 1, 1])  # else of a gate
         tensor = torch.zeros(shape, device=device, dtype=dtype if is_operand else torch.float32)
-        found.append(tensor.requires_grad_(requires_grad and (is_operand or not decodes)))
+        found.append(
+            tensor.requires_grad_(requires_grad and (is_operand or not (is_mlstm and _decodes(name))))
+        )
     return found

@@ -29,7 +29,7 @@ _path = CallPath(
 
 
 def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
-    g_gamma = _decay_of_heads(arguments["v"])
+    g_gamma = decay_of_heads(arguments["v"])
     return _path.describe(g=None, g_gamma=g_gamma, cu_seqlens_cpu=None, state_v_first=False, **arguments)
 
 
@@ -134,7 +134,7 @@ def chunk_retention(
     """
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_retention",
-        (q, k, v, None, _decay_of_heads(v), initial_state, cu_seqlens, None),
+        (q, k, v, None, decay_of_heads(v), initial_state, cu_seqlens, None),
         (scale, output_final_state, False, chunk_size, backend),
     )
     return result
@@ -189,7 +189,7 @@ def chunk_lightning_attn(
 def _lightning_decay(v: Any, layer_idx: Any, num_layers: Any, g_gamma: Any) -> Any:
     """g_gamma, or what the layer makes of it."""
     if g_gamma is None:
-        return _decay_of_heads(v, check_layer(layer_idx, num_layers))
+        return decay_of_heads(v, check_layer(layer_idx, num_layers))
     for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if value is not None:
             fail(name, "None where g_gamma is given", value)
@@ -199,7 +199,7 @@ def _lightning_decay(v: Any, layer_idx: Any, num_layers: Any, g_gamma: Any) -> A
 _decays: dict[tuple[Any, ...], Tensor] = {}  # by heads, device and layer; a model has a few of them
 
 
-def _decay_of_heads(v: Any, layer: tuple[int, int] | None = None) -> Tensor | None:
+def decay_of_heads(v: Any, layer: tuple[int, int] | None = None) -> Tensor | None:
     """Retention's log decays for the heads of v, or Lightning's for a layer (its number and that of all), in
     fp32.
 

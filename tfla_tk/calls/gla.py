@@ -41,12 +41,14 @@ def check_gla(
     v: Any,
     g: Any,
     initial_state: Any,
+    *,
+    gate: str = "g",
     **options: Any,
 ) -> LinearCall:
     """Check one call of gated linear attention and describe it; its gate is "channel".
 
     Args:
-        g: [B, T, H, K]. v has the heads of q.
+        g: [B, T, H, K]. gate: its name in messages. v has the heads of q.
         initial_state, options: as of `check_frame`.
 
     Raises:
@@ -54,8 +56,8 @@ def check_gla(
         ValueError: wrong rank, shape, device or value.
     """
     operands = check_operands(q, k, v, grouped=False)
-    check_tensor("g", g, 4, "[B, T, H, K]")
-    check_shape("g", g, tuple(q.shape), "[B, T, H, K] of q")
-    check_device("g", g, q.device)
+    check_tensor(gate, g, 4, "[B, T, H, K]")
+    check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")
+    check_device(gate, g, q.device)
     frame = check_frame(q, operands, initial_state, v_first_in="chunk_gla", heads="H", **options)
     return LinearCall(**frame, **transforms.of_call((q, k, v, g, initial_state), ()), gate="channel")

@@ -30,6 +30,7 @@ from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_eager
 
 DEFAULT_CHUNK = 64
+MOST_STEPS = 64  # tokens that fla's layers compute by a recurrence
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LinearCall:
     batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
     decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
     and key channel). requires_grad says that a gradient will be recorded; batch_invariant is the option of
-    that name.
+    that name; recurrent, that it is of a function that goes token by token.
     """
 
     device: torch.device
@@ -64,6 +65,11 @@ class LinearCall:
     forward_mode: bool = False
     transformed: bool = False
     batch_invariant: bool = False
+    recurrent: bool = False
+
+    def goes_by_token(self, most: int = MOST_STEPS) -> bool:
+        """Whether a recurrence serves the call best: up to `most` tokens without gradients."""
+        return self.recurrent and not self.requires_grad and self.seq <= most
 
     @property
     def is_empty(self) -> bool:

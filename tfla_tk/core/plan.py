@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -88,10 +89,18 @@ class CallPath:
         self.name = name
         self.arguments = tensors + options
         self.plans: CallMemo[Plan] = CallMemo(strided)
+        self._strided = strided
         self._check = check
         self._cast = cast
         self._layout = layout
         self._warned: set[str] = set()
+
+    def with_check(self, check: Callable[..., Any]) -> CallPath:
+        """Calls of the same arguments, which `check` describes; nothing is told of their layout."""
+        path = copy(self)
+        path.plans = CallMemo(self._strided)
+        path._check, path._layout = check, ""
+        return path
 
     def describe(self, **arguments: Any) -> tuple[str, Any]:
         """(name, description of the call) of a call's arguments by keyword, `backend` among them or not."""

@@ -1,15 +1,18 @@
 """These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
 
     accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_gla,
-                     chunk_delta_rule and chunk_gated_delta_rule become these kernels
+                     chunk_delta_rule and chunk_gated_delta_rule become these kernels, and so do their
+                     fused_recurrent forms, by which models generate
     restore()        the way back
     last_path()      what has served the latest call, and why not the kernels
+    paths()          how many calls each backend has served, by function
 
 `accelerate` puts a function of the same arguments in the place of fla's own, in every module that is loaded:
 wherever an attribute is fla's function. What is imported from fla later finds it, too. References that are no
-attributes of modules (in a list, a closure, a class) keep fla's function. Those of chunk_gated_delta_rule,
-such as Hugging Face's, are reached all the same: `accelerate` registers a backend with fla for it, unless
-fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1).
+attributes of modules (in a list, a closure, a class) keep fla's function. Those of the gated delta rule, such
+as Hugging Face's, are reached all the same. For chunk_gated_delta_rule `accelerate` registers a backend with
+fla, unless fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1). fused_recurrent_gated_delta_rule looks up
+an autograd function in its module at every call, which `accelerate` replaces.
 
 A call that the kernels cannot serve goes to fla's own function, and so does one whose arguments do not pass
 this package's checks: fla says what is wrong with them, or takes them. On a CPU, where fla's functions cannot
@@ -25,6 +28,7 @@ import logging
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +45,7 @@ from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.memo import Memo, signature
 from tfla_tk.delta_rule import check_gated_delta_rule
 
-__all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
+__all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "paths", "restore"]
 
 # the names of fla's functions that have one of this package's for the same arguments: fla's module of each
 FUNCTIONS = {
@@ -53,14 +57,22 @@ FUNCTIONS = {
         "chunk_gla",
         "chunk_delta_rule",
         "chunk_gated_delta_rule",
+        "fused_recurrent_gla",
+        "fused_recurrent_simple_gla",
+        "fused_recurrent_retention",
+        "fused_recurrent_delta_rule",
+        "fused_recurrent_gated_delta_rule",
     )
 }
 _DISPATCHED = "chunk_gated_delta_rule"  # the one for which fla takes backends of others
 _OPERATION = "gated_delta_rule"  # its name there
+_APPLIED = "fused_recurrent_gated_delta_rule"  # the one whose autograd function is replaced, too
+_FUNCTION = "FusedRecurrentFunction"  # the name of that in fla's module
 
 # options that callers of fla pass as None, or as numbers, for False and True
 _FLAGS = (
     "output_final_state",
+    "reverse",
     "state_v_first",
     "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel",
@@ -76,14 +88,24 @@ for _name in FUNCTIONS:
     _more = ("backend", "g_gamma") if _name == "chunk_lightning_attn" else ("backend",)  # than fla's
     _READ[_name] = {each.name: each.name in _FLAGS for each in _parameters if each.name not in _more}
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
-_WITHOUT_OTHERS = "chunk_gla"  # refuses keywords that it does not read; the others ignore them
-_OLD_V_FIRST = "transpose_state_layout"  # fla's former name of state_v_first, which _DISPATCHED still takes
+# refuse keywords that they do not read; the others ignore them
+_WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")
+# fla's former name of state_v_first, and the functions that still take it
+_OLD_V_FIRST = "transpose_state_layout"
+_TAKE_OLD_NAME = (
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_simple_gla",
+    "fused_recurrent_retention",
+    "fused_recurrent_gated_delta_rule",
+)
 
 _log = logging.getLogger("tfla_tk")
 _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
+_counts: Counter[tuple[str, str]] = Counter()
 # the names of the functions that are these kernels now, what is in the place of each of fla's functions by
 # that one, and the class that is registered with fla; a reload of this module keeps them
 _accelerated: set[str] = globals().get("_accelerated", set())
@@ -155,6 +177,8 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
             _refused[name].clear()
             if _last is not None and _last.function == name:
                 _last = None
+            for key in [key for key in _counts if key[0] == name]:
+                del _counts[key]
             if FUNCTIONS[name] in sys.modules:
                 for own, ours in _pairs(name):
                     replaced += _rebind(ours, own)
@@ -183,6 +207,17 @@ def last_path() -> Path | None:
     goes back to it, counts as soon as it does.
     """
     return _last
+
+
+def paths() -> dict[str, dict[str, int]]:
+    """How many calls each backend has served, by the name of fla's function, as `last_path` counts them.
+
+    `restore` forgets those of the functions that it puts back.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for (function, backend), count in sorted(_counts.items()):
+        found.setdefault(function, {})[backend] = count
+    return found
 
 
 def _known(names: Iterable[str] | None) -> list[str]:
@@ -219,7 +254,10 @@ def _current(name: str) -> list[Callable[..., Any]]:
             told = f"fla cannot be imported: {type(error).__name__}: {error}"
         raise ImportError(told) from error
     defining = sys.modules.get(fla_own.original(function).__module__)
-    return [function, getattr(defining, name, function)]
+    found = [function, getattr(defining, name, function)]
+    if name == _APPLIED and hasattr(defining, _FUNCTION):
+        found.append(getattr(defining, _FUNCTION))
+    return found
 
 
 def _rebind(present: Any, wanted: Any) -> list[str]:
@@ -239,8 +277,10 @@ def _rebind(present: Any, wanted: Any) -> list[str]:
     return found
 
 
-def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for the place of fla's own."""
+def _in_place_of(name: str, own: Callable[..., Any]) -> Any:
+    """The function for the place of fla's own, or of its autograd function."""
+    if isinstance(own, type):
+        return _Applied(own)
 
     # not the attributes: they keep torch.compile out of fla's function
     @functools.wraps(own, updated=())
@@ -249,6 +289,20 @@ def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(function, fla_own.ORIGINAL, own)
     return function
+
+
+class _Applied:
+    """In the place of an autograd function of fla's: serves what it is applied to."""
+
+    def __init__(self, own: Any) -> None:
+        setattr(self, fla_own.ORIGINAL, own)
+        self._own = own
+        self._names = tuple(inspect.signature(own.forward).parameters)[1:]  # without ctx
+
+    def apply(self, *args: Any) -> Any:
+        options = dict(zip(self._names, args, strict=False))
+        options["use_gate_in_kernel"] = options.get("A_log") is not None
+        return _serve(_APPLIED, lambda **_: self._own.apply(*args), (), options)
 
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,9 +367,9 @@ def _as_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         return None
     others = [key for key in options if key not in read]
     if others:
-        if name == _WITHOUT_OTHERS or "head_first" in others:
+        if name in _WITHOUT_OTHERS or ("head_first" in others and name.startswith("chunk_")):
             return None
-        if name == _DISPATCHED and _OLD_V_FIRST in others:
+        if name in _TAKE_OLD_NAME and _OLD_V_FIRST in others:
             if options.get("state_v_first"):
                 return None
             options["state_v_first"] = options[_OLD_V_FIRST]
@@ -433,6 +487,7 @@ def _record(name: str, backend: str, reason: str) -> None:
     global _last
     if not torch.compiler.is_compiling():
         _last = Path(name, backend, reason)
+        _counts[name, backend] += 1
 
 
 def _tell(name: str, backend: str, reason: str) -> None:

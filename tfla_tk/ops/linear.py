@@ -233,7 +233,7 @@ class LinearOps:
 
     def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
         """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
-        form = variant or "chunkwise"
+        form = variant or ("recurrent" if call.goes_by_token() else "chunkwise")
         *inputs, cu_seqlens, cu_seqlens_cpu = tensors
         if has_no_values(cu_seqlens):
             core = self._as_op_takes(self._read(call, tensors))

@@ -147,11 +147,25 @@ def raw_gated_delta_rule() -> Numbers:
     return {name: error(actual[name], want) for name, want in expected.items()}
 
 
+def steps(op: str) -> Numbers:
+    """A few tokens by fla's recurrence, where there are no gradients."""
+    prepare_fla()
+    chunkwise = op.replace("fused_recurrent", "chunk")
+    tensors, _ = fla_inputs(chunkwise, 5, torch.float32)
+    o_ref, state_ref = fla_expected(chunkwise, {}, **{name: t.double() for name, t in tensors.items()})
+    if op == "fused_recurrent_gla":
+        tensors["gk"] = tensors.pop("g")
+    o, state = getattr(tfla_tk, op)(**tensors, output_final_state=True, backend="triton")
+    return {"o": error(o, o_ref), "state": error(state, state_ref)}
+
+
 CASES: dict[str, Callable[[], Numbers]] = {"raw/chunk_gated_delta_rule": raw_gated_delta_rule}
 for op in adapters.FLA_OPS:
-    CASES[f"fla/{op}"] = lambda op=op: fla(op, 100, fla_dtype(op))
-for op in adapters.FLA_OPS:
-    CASES[f"public/{op}"] = lambda op=op: public_fla(op)
+    if op.startswith("chunk_"):
+        CASES[f"fla/{op}"] = lambda op=op: fla(op, 100, fla_dtype(op))
+        CASES[f"public/{op}"] = lambda op=op: public_fla(op)
+    else:
+        CASES[f"steps/{op}"] = lambda op=op: steps(op)
 
 
 if __name__ == "__main__":

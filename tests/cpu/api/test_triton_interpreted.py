@@ -153,6 +153,14 @@ def test_fla_agrees_behind_the_public_function(op: str, numbers: Numbers) -> Non
     assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
 
 
+def test_fla_agrees_token_by_token(numbers: Numbers) -> None:
+    """Output and final state of a few tokens, by the functions that models generate with."""
+    cases = group(numbers, "steps/fused_recurrent_")
+    assert len(cases) == 5
+    for name, errors in cases.items():
+        assert set(errors) == {"o", "state"} and max(errors.values()) < EXACT, (name, errors)
+
+
 def test_fla_agrees_on_raw_inputs(numbers: Numbers) -> None:
     """Norm, sigmoid and gate in the kernel, negative eigenvalues, more value heads, states V first."""
     errors = numbers["raw/chunk_gated_delta_rule"]

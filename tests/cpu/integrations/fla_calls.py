@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tfla_tk.integrations import fla as integration
 
 SCALAR_DECAY = ["chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"]
-ALL = [*SCALAR_DECAY, "chunk_gla", "chunk_delta_rule", "chunk_gated_delta_rule"]
+DECODING = [name for name in integration.FUNCTIONS if name.startswith("fused_recurrent_")]
+ALL = [*SCALAR_DECAY, "chunk_gla", "chunk_delta_rule", "chunk_gated_delta_rule", *DECODING]
 
 
 def own(name: str) -> Callable[..., Any]:
@@ -82,11 +83,15 @@ def assert_layer_trains_alike(
 
 
 def assert_layer_goes_on_from_a_cache(layer: nn.Module) -> None:
-    """That with a cache the layer passes the state on: two halves are the whole."""
+    """That the layer passes its state on: a prompt, a short one and single tokens are the whole."""
     cache = importlib.import_module("fla.models.utils").Cache
     x = torch.randn(2, 140, 32)
     integration.accelerate()
-    whole, _, _ = layer(x)
-    state = cache()
-    halves = [layer(part, past_key_values=state, use_cache=True)[0] for part in x.split(70, dim=1)]
-    torch.testing.assert_close(torch.cat(halves, dim=1), whole, rtol=1e-4, atol=1e-5)
+    layer.eval()
+    with torch.no_grad():
+        whole, _, _ = layer(x)
+        state, lengths = cache(), [70, 64, *[1] * 6]
+        parts = [layer(part, past_key_values=state, use_cache=True)[0] for part in x.split(lengths, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+    counts = [count for function, count in integration.paths().items() if function in DECODING]
+    assert counts == [{"reference": 7}]

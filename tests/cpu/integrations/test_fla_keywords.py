@@ -26,6 +26,9 @@ ENDS = {
     "fla.ops.gla.chunk": "ChunkGLAFunction",
     "fla.ops.delta_rule.chunk": "ChunkDeltaRuleFunction",
     "fla.ops.gated_delta_rule.chunk": "ChunkGatedDeltaRuleFunction",
+    "fla.ops.common.fused_recurrent": "FusedRecurrentFunction",
+    "fla.ops.delta_rule.fused_recurrent": "FusedRecurrentFunction",
+    "fla.ops.gated_delta_rule.fused_recurrent": "FusedRecurrentFunction",
 }
 OFFSETS = torch.tensor([0, 10, 40])
 KEYWORDS: list[dict[str, Any]] = [
@@ -56,8 +59,14 @@ def arguments(name: str) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, 40, 2, 16, generator=generator).bfloat16() for _ in range(4))
     g = torch.nn.functional.logsigmoid(g.float())
-    gates = {"chunk_gla": [g], "chunk_delta_rule": [g[..., 0].exp()]}
-    gates |= {"chunk_gated_delta_rule": [g[..., 0], g[..., 1].exp()], "chunk_lightning_attn": [1, 4]}
+    token, beta = g[..., 0], g[..., 1].exp()
+    gates = {"chunk_gla": [g], "chunk_delta_rule": [beta], "chunk_gated_delta_rule": [token, beta]}
+    gates |= {
+        "chunk_lightning_attn": [1, 4],
+        "fused_recurrent_gla": [g],
+        "fused_recurrent_delta_rule": [beta],
+    }
+    gates |= {"fused_recurrent_gated_delta_rule": [token]}
     return [q, torch.nn.functional.normalize(k, dim=-1), v, *gates.get(name, [])]
 
 

@@ -11,6 +11,7 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.support import Support, together
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
+_FEW = 8  # tokens
 _MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
 
 
@@ -51,6 +52,14 @@ def of_scale(call: LinearCall) -> Support | None:
         return None
     remedy = "scale q by -1" if call.scale < 0 else "take the reference backend"
     return Support(False, f"scale = {call.scale}, the kernels take positive ones", remedy)
+
+
+def of_few_tokens(call: LinearCall) -> Support | None:
+    """Why the kernels do not take a recurrence of a few tokens, or None."""
+    if not call.goes_by_token(_FEW):
+        return None
+    reason = f"up to {_FEW} tokens without gradients, for which there is no kernel yet"
+    return Support(False, reason, "call the chunk function, or use backend 'triton'")
 
 
 def of_count(heads: str, count: int) -> Support | None:

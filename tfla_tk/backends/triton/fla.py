@@ -40,6 +40,11 @@ FLA_OPS = {
     "chunk_lightning_attn": "fla.ops.lightning_attn",
     "chunk_delta_rule": "fla.ops.delta_rule",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "fused_recurrent_gla": "fla.ops.gla",
+    "fused_recurrent_simple_gla": "fla.ops.simple_gla",
+    "fused_recurrent_retention": "fla.ops.retention",
+    "fused_recurrent_delta_rule": "fla.ops.delta_rule",
+    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
 }
 
 # those whose backward fla refuses on Hopper with some versions of Triton
@@ -151,37 +156,37 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
 
 def _op_of(call: LinearCall) -> str:
     """The name of fla's function that serves a call."""
+    way = "fused_recurrent" if call.goes_by_token() else "chunk"
     if isinstance(call, DeltaRuleCall):
-        return "chunk_delta_rule" if call.gate == "none" else "chunk_gated_delta_rule"
-    return "chunk_gla" if call.gate == "channel" else "chunk_simple_gla"
+        return f"{way}_delta_rule" if call.gate == "none" else f"{way}_gated_delta_rule"
+    return f"{way}_gla" if call.gate == "channel" else f"{way}_simple_gla"
 
 
 # o [B, T, HV, V] and the final state in fp32, None unless asked for, of tensors in the order of the calls
 
 
 def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """fla's chunk_simple_gla of q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    """fla's functions for simple GLA of q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu."""
     q, k, v, g, g_gamma, *_ = tensors
     g_gamma = None if g_gamma is None else g_gamma.float()
-    options = _options(call, tensors) | {"state_v_first": call.state_v_first, "chunk_size": call.chunk_size}
+    options = _options(call, tensors) | {"state_v_first": call.state_v_first}
     return call_fla(_op_of(call), call.device, q, k, v, g, g_gamma, **options)
 
 
 def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """fla's chunk_gla of q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu."""
-    options = _options(call, tensors) | {"state_v_first": call.state_v_first}
+    """fla's functions for GLA of q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    options = _options(call, tensors, sized=False) | {"state_v_first": call.state_v_first}
     return call_fla(_op_of(call), call.device, *tensors[:4], **options)
 
 
 def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """fla's chunk_delta_rule, or where there is a decay chunk_gated_delta_rule.
+    """fla's functions for the delta rule, or where there is a decay for the gated one.
 
     Args:
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
     q, k, v, g, beta, a_log, dt_bias, *_ = tensors
-    options = _options(call, tensors)
-    options |= {"use_qk_l2norm_in_kernel": call.qk_l2norm, "chunk_size": call.chunk_size}
+    options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
     if call.gate == "none":
         return call_fla(_op_of(call), call.device, q, k, v, beta, **options)
     options |= {
@@ -191,19 +196,25 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     }
     if call.gate == "raw":
         options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
-    return call_fla(_op_of(call), call.device, q, k, v, g, beta, **options)
+    return call_fla(_op_of(call), call.device, q, k, v, g=g, beta=beta, **options)
 
 
-def _options(call: LinearCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
-    """What all of fla's functions take by keyword."""
+def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) -> dict[str, Any]:
+    """What fla's functions have in common beside their operands and gates.
+
+    Args:
+        sized: the chunkwise one has a chunk_size.
+    """
     *_, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    return {
+    options = {
         "scale": call.scale,
         "initial_state": None if initial_state is None else initial_state.float(),
         "output_final_state": call.output_final_state,
         "cu_seqlens": cu_seqlens,
-        "cu_seqlens_cpu": cu_seqlens_cpu,
     }
+    if not call.goes_by_token():
+        options |= {"cu_seqlens_cpu": cu_seqlens_cpu} | ({"chunk_size": call.chunk_size} if sized else {})
+    return options
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:

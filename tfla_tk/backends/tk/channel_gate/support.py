@@ -23,6 +23,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
             refusals.of_operands(call),
             refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
             _refusal_of_value_heads(call),
+            refusals.of_few_tokens(call),
         )
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _kernels_of, *_key(call))

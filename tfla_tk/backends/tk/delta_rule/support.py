@@ -26,6 +26,7 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
             refusals.of_operands(call),
             refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
             refusals.of_scale(call),
+            refusals.of_few_tokens(call),
         )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or device.supports(call.device, _kernels_of, *_key(call))

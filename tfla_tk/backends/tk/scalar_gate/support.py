@@ -47,6 +47,7 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
             refusals.of_operands(call),
             refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
             refusals.of_scale(call),
+            refusals.of_few_tokens(call),
         )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or _on_this_machine("simple_gla", call)

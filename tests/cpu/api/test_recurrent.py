@@ -1,0 +1,147 @@
+"""The functions that go token by token: they compute what the chunkwise functions compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import reference
+
+from . import delta_rule as delta_inputs
+from . import simple_gla_calls
+from .families import draw_gla, draw_without_decay
+from .linear import Inputs
+
+
+def draw_of(name: str, **options: Any) -> Inputs:
+    """Arguments of a function by keyword, as fla's name them."""
+    if name == "gla":
+        x = draw_gla(**options)
+        return x | {"gk": x.pop("g")}
+    if name == "simple_gla":
+        return simple_gla_calls.draw(**options)
+    if name == "retention":
+        x = simple_gla_calls.draw(**options)
+        del x["g"]
+        return x
+    return draw_without_decay(**options) if name == "delta_rule" else delta_inputs.draw(**options)
+
+
+def chunkwise(name: str, x: Inputs, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """What the chunkwise function computes of the same arguments."""
+    function: Callable[..., Any] = getattr(tfla_tk, f"chunk_{name}")
+    return function(**{"g" if key == "gk" else key: value for key, value in x.items()}, **options)
+
+
+NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule")
+of_every_name = pytest.mark.parametrize("name", NAMES)
+
+
+@of_every_name
+@pytest.mark.parametrize(
+    ("seq", "options"),
+    [
+        (1, {"output_final_state": True}),
+        (3, {"scale": 0.5}),
+        (70, {"output_final_state": True}),
+        (9, {"output_final_state": True, "cu_seqlens": torch.tensor([0, 4, 4, 9])}),
+        (0, {"output_final_state": True}),
+    ],
+)
+def test_as_the_chunkwise_function(name: str, seq: int, options: dict[str, Any]) -> None:
+    packed = {"batch": 1, "rows": 3} if "cu_seqlens" in options else {}
+    x = draw_of(name, seq=seq, **packed)
+    found = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, **options)
+    torch.testing.assert_close(found, chunkwise(name, x, **options))
+
+
+@of_every_name
+def test_token_by_token_is_the_whole(name: str) -> None:
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    x = draw_of(name, seq=5)
+    whole, last = function(**x, output_final_state=True)
+    state, tokens = x.pop("initial_state"), []
+    for t in range(5):
+        token = {key: value[:, t : t + 1] for key, value in x.items()}
+        o, state = function(**token, initial_state=state, output_final_state=True)
+        tokens.append(o)
+    torch.testing.assert_close(torch.cat(tokens, dim=1), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gla", "simple_gla", "retention", "gated_delta_rule"])
+def test_states_of_v_first(name: str) -> None:
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    x = draw_of(name, seq=2)
+    o, last = function(**x, output_final_state=True)
+    state = x.pop("initial_state").mT
+    found, found_last = function(**x, initial_state=state, output_final_state=True, state_v_first=True)
+    torch.testing.assert_close((found, found_last), (o, last.mT))
+
+
+@of_every_name
+def test_gradients_are_those_of_the_chunkwise_function(name: str) -> None:
+    x = {key: value.requires_grad_() for key, value in draw_of(name, seq=7).items()}
+    inputs = tuple(x.values())
+    o, last = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, output_final_state=True)
+    found = torch.autograd.grad(o.sum() + last.square().sum(), inputs)
+    o, last = chunkwise(name, x, output_final_state=True)
+    torch.testing.assert_close(found, torch.autograd.grad(o.sum() + last.square().sum(), inputs))
+
+
+def test_raw_inputs_of_the_gated_delta_rule() -> None:
+    x = delta_inputs.draw_raw(seq=4)
+    found = tfla_tk.fused_recurrent_gated_delta_rule(**x, **delta_inputs.FLAGS)
+    torch.testing.assert_close(found, delta_inputs.from_raw(**x))
+
+
+def test_what_absent_gates_mean() -> None:
+    x = delta_inputs.draw(seq=4)
+    state, ones, zeros = x["initial_state"], torch.ones(2, 4, 4), torch.zeros(2, 4, 4)
+    q, k, v = (x[key] for key in "qkv")
+    expected = reference.gated_delta_rule_recurrent(q, k, v, zeros, ones, initial_state=state)[0]
+    found = tfla_tk.fused_recurrent_gated_delta_rule(q, k, v, initial_state=state)[0]
+    torch.testing.assert_close(found, expected)
+    found = tfla_tk.fused_recurrent_delta_rule(q, k, v, initial_state=state)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("gla", {"gk": None}, r"gk: expected a tensor \[B, T, H, K\], got NoneType"),
+        ("gla", {"gv": torch.zeros(1)}, "gv: expected None .call fla's own function for it., got a tensor"),
+        (
+            "simple_gla",
+            {"reverse": True},
+            "reverse: expected False .call fla's own function for it., got True",
+        ),
+        ("retention", {"reverse": True}, "reverse: expected False"),
+        ("gated_delta_rule", {"gk": torch.zeros(1)}, "gk: expected None"),
+        ("delta_rule", {"beta": torch.zeros(2, 3, 5)}, r"beta: expected shape \[B, T, HV\] of v"),
+        ("gated_delta_rule", {"v": None}, "v: expected a tensor"),
+        ("gated_delta_rule", {"g": None, "use_gate_in_kernel": True}, "g: expected a tensor"),
+        ("delta_rule", {"v": torch.zeros(2)}, "v: expected 4 dimensions"),
+    ],
+)
+def test_bad_arguments(name: str, changed: dict[str, Any], message: str) -> None:
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    for refused in (function, lambda **x: tfla_tk.which(function, **x)):
+        with pytest.raises((TypeError, ValueError), match=message):
+            refused(**draw_of(name, seq=3) | changed)
+
+
+def test_which_of_a_few_tokens() -> None:
+    """The kernels have none for a few tokens, unless gradients are wanted."""
+    x = {key: value.bfloat16() for key, value in draw_of("gla", seq=8).items()}
+    reason = "up to 8 tokens without gradients"
+    assert reason in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
+    x["q"].requires_grad_()
+    assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
+    x = {key: value.bfloat16() for key, value in draw_of("gla", seq=9).items()}
+    assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])

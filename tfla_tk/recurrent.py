@@ -1,0 +1,294 @@
+"""Linear attention token by token, as a model generates: the public functions, with fla 0.6.0's signatures.
+
+Each computes what the chunkwise function of its family computes. A backend takes what is fastest for a few
+tokens; a call with gradients, or with many tokens, is computed chunkwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk import delta_rule, gla, simple_gla
+from tfla_tk.calls.delta_rule import check_delta_rule
+from tfla_tk.calls.gla import check_gla
+from tfla_tk.calls.linear import LinearCall, check_simple_gla
+from tfla_tk.core.checks import fail, shown
+from tfla_tk.core.dispatch import operator
+from tfla_tk.core.plan import CallPath
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def _path_of(chunkwise: CallPath, check: Callable[..., LinearCall], **fixed: Any) -> CallPath:
+    """The calls of a family token by token: those of its chunkwise functions, marked as recurrent."""
+
+    def check_recurrent(**arguments: Any) -> LinearCall:
+        return replace(check(**arguments, **fixed), recurrent=True)
+
+    return chunkwise.with_check(check_recurrent)
+
+
+_gla = _path_of(gla._path, check_gla, gate="gk")
+_simple_gla = _path_of(simple_gla._path, check_simple_gla)
+_delta_rule = _path_of(delta_rule._path, check_delta_rule)
+
+
+def _describe_gla(*, gk: Any, gv: Any, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
+    _check_none(gv=gv, reverse=reverse)
+    return _gla.describe(g=gk, cu_seqlens_cpu=None, **arguments)
+
+
+def _describe_simple_gla(*, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
+    _check_none(reverse=reverse)
+    return _simple_gla.describe(cu_seqlens_cpu=None, chunk_size=None, **arguments)
+
+
+def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
+    g_gamma = simple_gla.decay_of_heads(arguments["v"])
+    return _describe_simple_gla(g=None, g_gamma=g_gamma, **arguments)
+
+
+def _describe_delta_rule(*, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
+    beta = _given(beta, arguments["v"], 1.0)
+    return _delta_rule.describe(beta=beta, cu_seqlens_cpu=None, chunk_size=None, **_WITHOUT_GATE, **arguments)
+
+
+def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
+    _check_none(gk=gk, gv=gv)
+    v = arguments["v"]
+    return _delta_rule.describe(
+        g=g if arguments["use_gate_in_kernel"] else _given(g, v, 0.0),
+        beta=_given(beta, v, 1.0),
+        cu_seqlens_cpu=None,
+        chunk_size=None,
+        gated=True,
+        **arguments,
+    )
+
+
+_WITHOUT_GATE = {
+    "g": None,
+    "A_log": None,
+    "dt_bias": None,
+    "use_gate_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    "state_v_first": False,
+    "gated": False,
+}
+
+
+@operator(_describe_gla)
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """Gated linear attention token by token: what `chunk_gla` computes, with its gate g named gk.
+
+    Args:
+        gk: natural log of the decay [B, T, H, K], any floating dtype; not None.
+        gv: None: a decay per channel of v is fla's own.
+        reverse: False: a recurrence backward in time is fla's own.
+        others, result and errors: as in `chunk_gla`.
+    """
+    _check_none(gv=gv, reverse=reverse)
+    result: Result = _gla.serve(
+        "fused_recurrent_gla",
+        (q, k, v, gk, initial_state, cu_seqlens, None),
+        (scale, output_final_state, state_v_first, backend),
+    )
+    return result
+
+
+@operator(_describe_simple_gla)
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """Linear attention with a scalar decay token by token: what `chunk_simple_gla` computes.
+
+    Args:
+        reverse: False: a recurrence backward in time is fla's own.
+        others, result and errors: as in `chunk_simple_gla`.
+    """
+    _check_none(reverse=reverse)
+    result: Result = _simple_gla.serve(
+        "fused_recurrent_simple_gla",
+        (q, k, v, g, g_gamma, initial_state, cu_seqlens, None),
+        (scale, output_final_state, state_v_first, None, backend),
+    )
+    return result
+
+
+@operator(_describe_retention)
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """Retention token by token: what `chunk_retention` computes.
+
+    Args:
+        reverse: False: a recurrence backward in time is fla's own.
+        state_v_first: initial and final state are [N, HV, V, K].
+        others, result and errors: as in `chunk_retention`.
+    """
+    _check_none(reverse=reverse)
+    result: Result = _simple_gla.serve(
+        "fused_recurrent_retention",
+        (q, k, v, None, simple_gla.decay_of_heads(v), initial_state, cu_seqlens, None),
+        (scale, output_final_state, state_v_first, None, backend),
+    )
+    return result
+
+
+@operator(_describe_delta_rule)
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """The delta rule token by token: what `chunk_delta_rule` computes.
+
+    Args:
+        beta: writing strength [B, T, HV], any floating dtype; None is 1.
+        others, result and errors: as in `chunk_delta_rule`.
+    """
+    result: Result = _delta_rule.serve(
+        "fused_recurrent_delta_rule",
+        (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, None),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            False,
+            False,
+            False,
+            False,
+            None,
+            False,
+            backend,
+        ),
+    )
+    return result
+
+
+@operator(_describe_gated)
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: None = None,
+    gv: None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """The gated delta rule token by token: what `chunk_gated_delta_rule` computes.
+
+    Args:
+        g: natural log of the decay per token [B, T, HV], any floating dtype; None is 0: nothing decays. With
+            use_gate_in_kernel what it is made from.
+        gk, gv: None: a decay per channel of k or of v is fla's own.
+        beta: writing strength [B, T, HV], any floating dtype; None is 1.
+        others, result and errors: as in `chunk_gated_delta_rule`.
+    """
+    _check_none(gk=gk, gv=gv)
+    result: Result = _delta_rule.serve(
+        "fused_recurrent_gated_delta_rule",
+        (
+            q,
+            k,
+            v,
+            g if use_gate_in_kernel else _given(g, v, 0.0),
+            _given(beta, v, 1.0),
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            None,
+        ),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+            None,
+            True,
+            backend,
+        ),
+    )
+    return result
+
+
+def _given(value: Any, v: Any, default: float) -> Any:
+    """A number per token and head of v, or what an absent one means; v is checked later."""
+    if value is not None or not isinstance(v, Tensor) or v.dim() != 4:
+        return value
+    return torch.full(v.shape[:3], default, device=v.device)
+
+
+def _check_none(**arguments: Any) -> None:
+    """Arguments of fla's functions that only fla's own serve."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            expected = f"{'False' if name == 'reverse' else 'None'} (call fla's own function for it)"
+            fail(name, expected, shown(value))
