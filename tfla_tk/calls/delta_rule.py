@@ -21,7 +21,7 @@ from tfla_tk.core.layout import MaybeTensor
 CHUNK_SIZES = (16, 32, 64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeltaRuleCall(LinearCall):
     """A call of the delta rule as backends judge it.
 

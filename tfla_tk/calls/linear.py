@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import transforms
+from tfla_tk.core.call import Call
 from tfla_tk.core.checks import (
     OFFSET_DTYPES,
     autocast_dtype,
@@ -33,48 +34,29 @@ DEFAULT_CHUNK = 64
 MOST_STEPS = 64  # tokens that fla's layers compute by a recurrence
 
 
-@dataclass(frozen=True)
-class LinearCall:
+@dataclass(frozen=True, kw_only=True)
+class LinearCall(Call):
     """What a backend needs to know about one call to accept or refuse it.
 
-    heads counts the heads of q and k, value_heads those of v, gates and states, of one batch entry; seq the
-    tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
-    batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
-    decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
-    and key channel). requires_grad says that a gradient will be recorded; batch_invariant is the option of
-    that name; recurrent, that it is of a function that goes token by token.
+    Attributes:
+        value_heads: those of v, gates and states, of one batch entry; as many as heads, or a multiple.
+        gate: "none", "token" (a decay per token and head), "head" (a decay per head, without gradient) or
+            "channel" (one per token, head and key channel).
+        recurrent: it is of a function that goes token by token.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    batch: int
-    sequences: int
-    heads: int
+    chunk_size: int = DEFAULT_CHUNK
     value_heads: int
-    seq: int
-    dim_qk: int
-    dim_v: int
     gate: str
     scale: float
     output_final_state: bool
     has_initial: bool
     state_v_first: bool
-    varlen: bool
-    requires_grad: bool
-    chunk_size: int = DEFAULT_CHUNK
-    forward_mode: bool = False
-    transformed: bool = False
-    batch_invariant: bool = False
     recurrent: bool = False
 
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
         """Whether a recurrence serves the call best: up to `most` tokens without gradients."""
         return self.recurrent and not self.requires_grad and self.seq <= most
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is no token to compute."""
-        return self.batch * self.value_heads * self.seq == 0
 
 
 class SimpleGLACore(NamedTuple):

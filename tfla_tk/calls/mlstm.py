@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import transforms
+from tfla_tk.core.call import Call
 from tfla_tk.core.checks import (
     CHUNK_MULTIPLE,
     FLOAT_DTYPES,
@@ -35,44 +36,23 @@ Grads: TypeAlias = tuple[Tensor, ...]
 MaybeGrads: TypeAlias = tuple[MaybeTensor, ...]
 
 
-@dataclass(frozen=True)
-class MLSTMCall:
+@dataclass(frozen=True, kw_only=True)
+class MLSTMCall(Call):
     """What a backend needs to know about one mLSTM call to accept or refuse it.
 
-    heads counts the heads of one batch entry, seq the time steps, dim_qk and dim_v the head dims of q/k and
-    of v; sequences is the leading dimension of the states: batch, or with varlen (cu_seqlens is given) the
-    number of packed sequences; requires_grad says that a gradient will be recorded; recompute_states is for
-    the Triton kernels' backward; batch_invariant is the option of that name. A step and a few tokens alone
-    have dtype_state, of the state that is returned, and inplace, which says that each part of the given state
-    is overwritten in the dtype it has.
+    Attributes:
+        recompute_states: for the Triton kernels' backward.
+        dtype_state: of the state that is returned; of a step and a few tokens alone, as inplace.
+        inplace: each part of the given state is overwritten in the dtype it has.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    batch: int
-    sequences: int
-    heads: int
-    seq: int
-    dim_qk: int
-    dim_v: int
     sigmoid_gate: bool
     normalize: bool
     return_last_states: bool
-    varlen: bool
-    requires_grad: bool
-    chunk_size: int
     eps: float
-    forward_mode: bool = False
-    transformed: bool = False
     recompute_states: bool = True
-    batch_invariant: bool = False
     dtype_state: torch.dtype = torch.float32
     inplace: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is no token to compute."""
-        return self.batch * self.heads * self.seq == 0
 
 
 def check_mlstm_chunkwise(

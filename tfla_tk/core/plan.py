@@ -11,41 +11,17 @@ import warnings
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from tfla_tk.backends.registry import family_module
+from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
 from tfla_tk.core.dispatch import choose
 from tfla_tk.core.memo import CallMemo
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
-
-
-class Call(Protocol):
-    """What dispatch and plans read of a family's description of a call.
-
-    Attributes:
-        dtype: that the leading tensors are cast to.
-        heads, seq: of q: heads of one batch entry, tokens.
-        is_empty: there is nothing to compute.
-        forward_mode: an input has a tangent.
-        batch_invariant: the option of that name.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def is_empty(self) -> bool: ...
-    @property
-    def forward_mode(self) -> bool: ...
-    @property
-    def batch_invariant(self) -> bool: ...
 
 
 class Plan(NamedTuple):

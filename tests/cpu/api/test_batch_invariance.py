@@ -169,7 +169,7 @@ def test_the_delta_rule() -> None:
         with batch_invariant(value):
             _, found = dispatch.OPERATORS[call].describe(**arguments_of(chunk_gated_delta_rule, draw()))
         tensors = [draw().get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-        core = ops._read(found, (), [*tensors, None, None, None])
+        core = ops.ops._read(found, [*tensors, None, None, None])
         assert core.batch_invariant is value
 
 

@@ -66,17 +66,9 @@ class Left(NamedTuple):
     offsets: tuple[int, int]
 
 
-# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and what a backward can use (`Left`)
-FwdResult: TypeAlias = tuple[
-    Tensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    Kept | None,
-]
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and what a backward can use: a `Kept` with
+# the layout `Left`, or None
+FwdResult: TypeAlias = tuple[Any, ...]
 
 NARROW_SLICE = 64
 NO_GATE = (0, 0, 0, 0, 0)
@@ -149,7 +141,7 @@ def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     if forward is None:
         forward = Forward(read, v, options)
         _forwards.keep(key, forward)
-    return forward(*read, v)
+    return forward(*read, h_like=v)
 
 
 class Forward:
@@ -259,27 +251,16 @@ class Forward:
         )
         self._launch = build.launches([prepared])
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        i: MaybeTensor,
-        f: Tensor,
-        c_initial: MaybeTensor,
-        n_initial: MaybeTensor,
-        m_initial: MaybeTensor,
-        cu_seqlens: MaybeTensor,
-        h_like: MaybeTensor = None,
-    ) -> FwdResult:
+    def __call__(self, *tensors: Any, h_like: MaybeTensor = None) -> FwdResult:
         """`mlstm_fwd` of these tensors; h_like is v unless it is given."""
+        q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
         options = self._options
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         initial = _NONE
         if self._has_initial:
             initial = pointer(c_initial), pointer(n_initial), pointer(m_initial)
         if (at_q | at_k | at_v | initial[0] | initial[1] | initial[2]) % ADDRESS_ALIGNMENT:
-            return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+            return run(tensors, options)
         h = torch.empty_like(v if h_like is None else h_like, memory_format=self._h_order)
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # of q's dtype because that need not be said, which is half of the time
