@@ -67,7 +67,7 @@ def write(folder: Path, cuda: tuple[int, int], files: dict[cache.Artifact, Path]
         file = "".join((cache.name_of(artifacts[0]), *path.suffixes))
         (folder / file).write_bytes(path.read_bytes())
         headers = cache.headers_of(artifacts)
-        told.sources[file] = headers, cache.headers_key(headers)
+        told.sources[file] = headers, _headers_key(tuple(headers))
         for artifact in artifacts:
             name = cache.name_of(artifact)
             told.keys[name], told.files[name] = _key(artifact), file

@@ -53,7 +53,7 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, is_plain, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -97,7 +97,7 @@ _packed_bwd = torch.ops.tfla_tk.packed_mlstm_bwd.default
 # and the last state, (c, n, m) or with the sigmoid gate (c, n), of use only if asked for
 
 
-def mlstm(call: MLSTMCall, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what kernels read."""
     options = *_options(call), call.return_last_states, False, call.batch_invariant
     h, c, n, m, *_ = _fwd(*_as_read(call, tensors), *options)
@@ -105,12 +105,14 @@ def mlstm(call: MLSTMCall, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def prepare_mlstm(
-    call: MLSTMCall, tensors: tuple[Any, ...]
-) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
     """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
+    if not is_plain(tensors):
+        return None
     from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
     sigmoid_gate = call.sigmoid_gate

@@ -161,8 +161,8 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
 
 
 @pytest.fixture
-def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
-    return Served(fake_tk, monkeypatch)
+def served(fake_tk: Any) -> Served:
+    return Served(fake_tk)
 
 
 # one token, a few tokens

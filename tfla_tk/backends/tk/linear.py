@@ -6,6 +6,7 @@ of GLA. Its `support` says which calls they serve, and loads them; the family's 
 
 from __future__ import annotations
 
+from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.channel_gate import support as gla_support
 from tfla_tk.backends.tk.channel_gate.support import supports_gla
 from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
@@ -14,7 +15,7 @@ from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
 from tfla_tk.backends.tk.scalar_gate.support import supports_simple_gla
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.support import Support
+from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import gla as gla_ops
 from tfla_tk.ops import simple_gla as simple_gla_ops
@@ -27,9 +28,18 @@ gla, prepare_gla = gla_ops.ops.serve, gla_ops.ops.prepare
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported: `load` of the family's `support`."""
-    if kernel == "gla":
-        return gla_support.load(kernel, call)
+    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
+
+    Returns:
+        Whether the call can be served.
+
+    Raises:
+        CaptureError: something would have to be compiled while a CUDA graph is being captured.
+    """
+    if call.is_empty:
+        return SUPPORTED
     if isinstance(call, DeltaRuleCall):
-        return delta_rule_support.load(kernel, call)
-    return simple_gla_support.load(kernel, call)
+        return device.load(*delta_rule_support.kernels_for(call))
+    if kernel == "gla":
+        return device.load(*gla_support.kernels_for(call))
+    return device.load(*simple_gla_support.kernels_for(kernel, call))

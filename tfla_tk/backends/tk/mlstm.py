@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,30 +13,14 @@ from tfla_tk.backends.tk.scalar_gate.support import (
     supports_mlstm_step,
 )
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.memo import is_plain
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
 __all__ = ["load", "supports_mlstm", "supports_mlstm_sequence", "supports_mlstm_step"]
 
+mlstm, prepare_mlstm = ops.mlstm, ops.prepare_mlstm
 mlstm_sequence, prepare_mlstm_sequence = mlstm_decode.sequence.serve, mlstm_decode.sequence.prepare
 prepare_mlstm_step = mlstm_decode.step.prepare
-
-
-def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        tensors: q, k, v of the call's dtype, i, f, c_initial, n_initial, m_initial, cu_seqlens.
-    """
-    return ops.mlstm(call, *tensors)
-
-
-def prepare_mlstm(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> Callable[..., Any] | None:
-    """`mlstm` without the op, for plain eager calls with tensors like these."""
-    return ops.prepare_mlstm(call, tensors) if is_plain(tensors) else None
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -51,7 +34,7 @@ def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Ten
     # the chunkwise kernel over a sequence of one token: it has gradients
     q, k, v, i, f, c, n, m = tensors
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    h, state = ops.mlstm(call, q, k, v, i, f, c, n, m, None)
+    h, state = ops.mlstm(call, variant, q, k, v, i, f, c, n, m, None)
     if call.sigmoid_gate and not call.normalize:
         state = (state[0], n)
     return h.squeeze(2), mlstm_decode.stored(call, state, tensors[5:])

@@ -5,6 +5,7 @@ A prepared launch lacks nothing but where the tensors of a call begin (kernels/c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -91,6 +92,11 @@ class Result(NamedTuple):
     def filled(self) -> Tensor:
         """The result, once what is written is there."""
         return self.result if self.is_direct else self.result.copy_(self.written)
+
+
+def are_same(tensors: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether they are the same objects: nothing had to be copied."""
+    return all(x is y for x, y in zip(tensors, others, strict=True))
 
 
 def starts(*tensors: MaybeTensor) -> list[int]:

@@ -28,7 +28,7 @@ from tfla_tk.backends.tk.channel_gate.call import (
     slices_of_v,
 )
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, are_same, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -65,7 +65,7 @@ def _run(
     run = _backwards.get(key)
     if run is None:
         read, dout, last = readable(core), as_operand(do), as_state(dht)
-        if not all(x is y for x, y in zip((*core, do, dht), (*read, dout, last), strict=True)):
+        if not are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
         run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)

@@ -39,7 +39,7 @@ from tfla_tk.backends.tk.operands import (
     descriptor_strides,
     multiprocessors,
 )
-from tfla_tk.backends.tk.prepared import Addresses, starts
+from tfla_tk.backends.tk.prepared import Addresses, are_same, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches
 from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
@@ -162,7 +162,7 @@ def run(
     backward = _backwards.get(key)
     if backward is None:
         read = tensors.readable()
-        if not all(x is given for x, given in zip(read, tensors, strict=True)):
+        if not are_same(read, tensors):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return run(read, options, kept, tensors if like is None else like)
         backward = Backward(tensors, options, kept, like)

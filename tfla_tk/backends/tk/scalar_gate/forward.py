@@ -23,7 +23,7 @@ from tfla_tk.backends.tk.operands import (
     multiprocessors,
     pointer,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Scratch
+from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
@@ -126,7 +126,7 @@ def mlstm_fwd(*args: Any) -> FwdResult:
 def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     given = Tensors(*tensors)
-    if all(x is y for x, y in zip(given.readable(), given, strict=True)):
+    if are_same(given.readable(), given):
         return Forward(given, given.v, options)
     return lambda *tensors: run(tensors, options)
 
