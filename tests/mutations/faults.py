@@ -127,14 +127,14 @@ KERNELS = (
 )
 
 PYTHON = (
-    Fault("addresses of borders and their decays", "tfla_tk/backends/tk/channel_gate/segments.py",
+    Fault("addresses of borders and their decays", "tfla_tk/backends/tk/channel_gate/call.py",
           "entering_at, borders_at, decays_at, scale", "entering_at, decays_at, borders_at, scale",
           "tests/cpu/kernels/test_gla_launch.py -k cut"),
     Fault("slice of an operand", "tfla_tk/backends/tk/channel_gate/call.py",
           "x[0] + self.first * dtype.itemsize, *x[1:]", "x[0] + self.first, *x[1:]",
           "tests/cpu/kernels/test_gla_launch.py -k 'wide and not cut'"),
     Fault("stride of dh in what a call is known by", "tfla_tk/backends/tk/scalar_gate/backward.py",
-          "        h.stride(),\n        dh.stride(),\n", "        h.stride(),\n",
+          "        x.h.stride(),\n        x.dh.stride(),\n", "        x.h.stride(),\n",
           "tests/cpu/kernels/test_backward_launch.py"),
     Fault("segments of packed sequences", "tfla_tk/backends/tk/segments.py",
           "return Cut(sequences + tokens // length, chunks)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -101,7 +101,7 @@ def load_once(compiler: Compiler) -> Callable[[build.Launcher], ModuleType]:
 @pytest.fixture
 def backward_formulas(
     monkeypatch: pytest.MonkeyPatch, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]
-) -> Iterator[BackwardFormulas]:
+) -> BackwardFormulas:
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
     launch_instead(monkeypatch, found, tk_backward, tk_forward)
@@ -112,6 +112,4 @@ def backward_formulas(
     # what the kernels hold in fp32, and gates in fp64
     monkeypatch.setattr(tk_walks, "FLOAT", torch.float64.itemsize)
     monkeypatch.setitem(DTYPES, torch.float64, -1)
-    tk_walks.make_plan.cache_clear()
-    yield found
-    tk_walks.make_plan.cache_clear()
+    return found

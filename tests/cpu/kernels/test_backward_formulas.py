@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.backends.tk.scalar_gate.forward import Left
+from tfla_tk.core.layout import Cut, Kept
 from tfla_tk.ops import mlstm as ops
 
 from .addresses import CHUNK
@@ -142,7 +143,7 @@ def test_cut_sequences(
     assert backward_formulas.summed <= ({"dk"} if dims == NARROW else {"dq", "dk"})
 
 
-def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
+def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> Kept:
     """With its workspace in fp64: C and n at the cuts, and what is no number where nothing is read."""
     heads, seq, dim_qk, dim_v = *x["q"].shape[1:], x["v"].shape[-1]
     offsets = x["cu_seqlens"].tolist() if "cu_seqlens" in x else None
@@ -165,7 +166,7 @@ def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
             c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
             slot += heads
     places = (c.data_ptr() - workspace.data_ptr(), n.data_ptr() - workspace.data_ptr())
-    return KeptStates(workspace, Cut(segments, chunks), places)
+    return Kept((workspace,), Left(Cut(segments, chunks), places))
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])

@@ -63,7 +63,7 @@ def test_what_is_prepared_serves_every_call_like_it(backward_formulas: Any) -> N
     for stream in (7, 8):
         backward_formulas.launches.clear()
         for module in (tk_backward, tk_forward):  # the fixture puts it back
-            module._current_stream = lambda device, stream=stream: stream
+            module.current_stream = lambda device, stream=stream: stream
         x = {name: 2 * t if name == "q" else t.clone() for name, t in x.items()}
         check(arguments("exp", x))
         assert {launch.stream for launch in backward_formulas.launches} == {stream}
@@ -137,7 +137,7 @@ def test_the_states_of_a_forward_are_taken_from_every_call(backward_formulas: An
     x, backward_formulas.segment_chunks = draw("exp", (2, 2, 300), dims=WIDE), 2
     given = arguments("exp", x)
     kept = states_left_by_a_forward("exp", x, 2)
-    of_another = kept._replace(cut=kept.cut._replace(chunks=3))
+    of_another = kept._replace(layout=kept.layout._replace(cut=kept.layout.cut._replace(chunks=3)))
     expected = torch.ops.tfla_tk.mlstm_bwd(*given)
     for states in (kept, None, kept, of_another):
         backward_formulas.summed.clear()

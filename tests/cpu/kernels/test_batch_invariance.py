@@ -12,7 +12,6 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import segments as gla
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
@@ -20,6 +19,7 @@ from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
+from tfla_tk.calls.linear import SimpleGLACore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
 from tfla_tk.core.memo import Memo
 
@@ -57,7 +57,8 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
     seq = sum(lengths) if packed else lengths[0]
-    return gla.find_cut(len(lengths), seq, heads, 128, multiprocessors, packed=packed, batch_invariant=True)
+    of = (len(lengths), seq, heads, multiprocessors, segments.FORWARD)
+    return segments.find(*of, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}
@@ -164,7 +165,8 @@ def test_forwards_of_inference_and_training_are_cut_alike(
     for keeps in (False, True):
         found = tk_forward.mlstm_fwd(q, q, v, gate, gate, *options, True, keeps)
         assert (found[-1] is not None) == (keeps and (dim_v <= 128 or seq > SEGMENT))
-        scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
+        core = SimpleGLACore(*decayed, None, offsets, 0.1, batch_invariant=True)
+        scalar_decay.forward(core, output_final_state=False, keep=keeps)
     sequences = 2 if packed else 1
     expected = segments.cut_invariant(sequences, seq, packed=packed)
     assert [launch.cut[-2:] for launch in forwards.launches] == [expected] * 4
@@ -193,7 +195,7 @@ def test_a_backward_takes_the_cut_of_its_forward(
     x = draw("exp", (2, 2, 600), dims=WIDE)
     *given, _ = arguments("exp", x)
     kept = states_left_by_a_forward("exp", x, 2)
-    assert kept.cut == segments.cut_invariant(2, 600, packed=False)
+    assert kept.layout.cut == segments.cut_invariant(2, 600, packed=False)
     assert_gradients(backward_formulas(*given, True, kept), torch.ops.tfla_tk.mlstm_bwd(*given, True))
     assert backward_formulas.summed == {"dk"}
 

@@ -340,7 +340,7 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
     monkeypatch.setattr(support.device, "supports", lambda *of: asked.append(of) or SUPPORTED)
     of_call: Any = SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=requires_grad, dim_qk=dims[0],
-        dim_v=dims[1], heads=2, value_heads=2, sequences=3,
+        dim_v=dims[1], heads=2, value_heads=2, sequences=3, goes_by_token=lambda most: False,
     )  # fmt: skip
     assert support.supports_gla(of_call).ok
     ((_, kernels_of, *key),) = asked
@@ -353,7 +353,7 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
 def test_other_head_dims_are_refused(dims: tuple[int, int], requires_grad: bool) -> None:
     of_call: Any = SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=requires_grad, dim_qk=dims[0],
-        dim_v=dims[1], heads=2, value_heads=2, sequences=3,
+        dim_v=dims[1], heads=2, value_heads=2, sequences=3, goes_by_token=lambda most: False,
     )  # fmt: skip
     verdict = support.supports_gla(of_call)
     assert not verdict.ok

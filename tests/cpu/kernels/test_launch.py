@@ -195,12 +195,12 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
         seq, kernels, WIDE, return_rows=True, normalize=normalize, keep_states=True
     )
     cut = tk_walks.cut_sequences((1, 2, seq, *WIDE), 1, 132, packed=False)
-    assert launch.cut[-2:] == states.cut == cut
+    assert launch.cut[-2:] == states.layout.cut == cut
     assert cut.segments > 1
     slots = 2 * (cut.segments - 1)
-    assert launch.workspace == states.workspace.data_ptr()
-    assert states.offsets == kernels.workspace_offsets(slots, *WIDE)
-    assert bool(states.workspace.isnan().all())  # nothing is written but by the kernels
+    assert launch.workspace == states.tensors[0].data_ptr()
+    assert states.layout.offsets == kernels.workspace_offsets(slots, *WIDE)
+    assert bool(states.tensors[0].isnan().all())  # nothing is written but by the kernels
 
 
 def test_states_are_left_where_a_cut_is_and_they_are_asked_for(kernels: ForwardFormulas) -> None:
@@ -220,12 +220,12 @@ def test_narrow_heads_leave_states_of_every_second_chunk(
     kernels.computes = False
     launch, (*_, states) = launch_of(seq, kernels, normalize=normalize, keep_states=True)
     assert launch.cut[-2:] == launch_of(seq, kernels, normalize=normalize)[0].cut[-2:]
-    count, at = 2 * -(-seq // 128), states.workspace.data_ptr()
-    of_units, of_norms = states.offsets
+    count, at = 2 * -(-seq // 128), states.tensors[0].data_ptr()
+    of_units, of_norms = states.layout.offsets
     assert launch.left == (at, at + of_units, at + of_norms if normalize else 0)
     assert of_units >= 2 * count * K * V and of_norms >= of_units + 4 * count
-    assert 2 * states.workspace.numel() >= of_norms + 4 * count * K
-    assert not any(address % 256 for address in states.offsets)
+    assert 2 * states.tensors[0].numel() >= of_norms + 4 * count * K
+    assert not any(address % 256 for address in states.layout.offsets)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -35,6 +35,7 @@ from tfla_tk.build.instances import (
 )
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import SimpleGLACore
 from tfla_tk.core.memo import Memo
 
 from .compiled import Compiler
@@ -139,9 +140,10 @@ def test_a_scalar_decay(dims: tuple[int, int], tokens: int, calls: Calls) -> Non
         with calls():
             q, v = (torch.zeros(1, tokens, 2, dim, dtype=dtype_of(half)) for dim in dims)
             x = (q, q, v, torch.zeros(1, tokens, 2), None, offsets_of(tokens, packed))
-            scalar_decay.simple_gla_fwd(*x, 0.5, False)
+            core = SimpleGLACore(*x, 0.5)
+            scalar_decay.forward(core, output_final_state=False, keep=False)
             for needs_dg in (True, False):
-                scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, needs_dg)
+                scalar_decay.backward(core, None, v, None, needs_gates=needs_dg)
 
 
 @pytest.mark.parametrize("tile", [(128, 256), (256, 128)], ids=str)

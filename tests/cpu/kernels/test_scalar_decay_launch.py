@@ -14,7 +14,8 @@ from tfla_tk import reference
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import scalar_decay
-from tfla_tk.core.layout import KeptStates
+from tfla_tk.calls.linear import SimpleGLACore
+from tfla_tk.core.layout import Kept
 from tfla_tk.core.memo import Memo
 
 from .addresses import at_odd_address
@@ -66,6 +67,10 @@ def of_tokens(g: Tensor | None, v: Tensor) -> Tensor | None:
 GATES = ["token", "head", "none"]
 
 
+def by_the_memo(*tensors: Any) -> tuple[Any, ...]:
+    return scalar_decay.forward(SimpleGLACore(*tensors, SCALE), output_final_state=True, keep=False)
+
+
 def check_forward(x: tuple[Any, ...], found: tuple[Any, ...]) -> None:
     q, k, v, g, state, offsets = x
     o, last, kept = found
@@ -83,12 +88,12 @@ def check_forward(x: tuple[Any, ...], found: tuple[Any, ...]) -> None:
 def test_forward(kind: str, group: int, packed: bool, forwards: ForwardFormulas) -> None:
     """By the memo and as it is prepared, which holds no tensor."""
     x = draw(group=group, gate=kind, packed=packed)
-    prepared = scalar_decay.prepare_simple_gla_fwd(*x, SCALE, True)
+    prepared = scalar_decay.prepare(SimpleGLACore(*x, SCALE), output_final_state=True, keep=False)
     references = [weakref.ref(t) for t in x if t is not None]
     del x
     gc.collect()
     assert not any(reference() is not None for reference in references)
-    for forward in (prepared, lambda *tensors: scalar_decay.simple_gla_fwd(*tensors, SCALE, True)):
+    for forward in (prepared, by_the_memo):
         for seed in (0, 1):
             x = draw(group=group, gate=kind, packed=packed, seed=seed)
             check_forward(x, forward(*x))
@@ -111,7 +116,8 @@ def test_slices_of_v_where_there_are_few_heads(
     forwards.computes = False
     q, k = (torch.empty(batch, 4096, heads, dims[0]).bfloat16() for _ in "qk")
     v = torch.empty(batch, 4096, heads, dims[1]).bfloat16()
-    scalar_decay.simple_gla_fwd(q, k, v, torch.zeros(heads), None, None, SCALE, False)
+    core = SimpleGLACore(q, k, v, torch.zeros(heads), None, None, SCALE)
+    scalar_decay.forward(core, output_final_state=False, keep=False)
     (launch,) = forwards.launches
     assert (launch.tile[1], launch.cut[3]) == (slice_v, segments)
 
@@ -122,7 +128,7 @@ def test_what_the_kernels_cannot_read_is_copied(odd: str, forwards: ForwardFormu
     x = list(draw())
     if odd == "inner":
         x[2] = x[2].mT.contiguous().mT
-    forward = scalar_decay.prepare_simple_gla_fwd(*x, SCALE, True)
+    forward = scalar_decay.prepare(SimpleGLACore(*x, SCALE), output_final_state=True, keep=False)
     if odd != "inner":
         place = {"q": 0, "v": 2, "state": 4}[odd]
         x[place] = at_odd_address(x[place])
@@ -130,7 +136,7 @@ def test_what_the_kernels_cannot_read_is_copied(odd: str, forwards: ForwardFormu
 
 
 def check_backward(
-    x: tuple[Any, ...], kept: KeptStates | None = None, *, scale: float = SCALE, needs_dg: bool | None = None
+    x: tuple[Any, ...], kept: Kept | None = None, *, scale: float = SCALE, needs_dg: bool | None = None
 ) -> None:
     """With a gradient of everything."""
     q, k, v, g, state, offsets = x
@@ -144,7 +150,8 @@ def check_backward(
         )
     if needs_dg is None:
         needs_dg = g is not None and g.dim() == 3
-    found = scalar_decay.simple_gla_bwd(*x, last, do, d_final, scale, needs_dg, False, kept)
+    core = SimpleGLACore(*x, scale)
+    found = scalar_decay.backward(core, kept, do, d_final, needs_gates=needs_dg, final_state=last)
     expected = reference.simple_gla_backward(
         q, k, v, of_tokens(g, v), do, d_final, scale=scale, initial_state=state, cu_seqlens=offsets
     )
@@ -187,15 +194,15 @@ def test_calls_that_are_not_alike_are_prepared_anew(backward_formulas: Any) -> N
     for _ in range(2):
         for call, options in calls:
             check_backward(call, **options)
-    # that of the state which is copied, and of its copy
-    assert len(tk_backward._backwards) == len(calls) + 1
+    # of the state which is copied that of its copy
+    assert len(tk_backward._backwards) == len(calls)
 
 
 def test_kept_states(backward_formulas: Any) -> None:
     """The states that the forward has left are not made again."""
     backward_formulas.segment_chunks = 1
     x = draw(torch.float64)
-    *_, kept = scalar_decay.simple_gla_fwd(*x, SCALE, True, keep_states=True)
+    *_, kept = scalar_decay.forward(SimpleGLACore(*x, SCALE), output_final_state=True, keep=True)
     for states, names in ((kept, {"gradients"}), (None, {"forward", "gradients"})):
         backward_formulas.launches.clear()
         check_backward(x, states)
@@ -207,5 +214,5 @@ def test_a_zero_in_place_of_gates_is_made_once() -> None:
     scalar_decay._zeros.clear()
     q = draw()[0]
     with torch.inference_mode():
-        zero = scalar_decay._log_decay(None, q)
-    assert scalar_decay._log_decay(None, q) is zero and not zero.is_inference()
+        zero = scalar_decay._tensors(q, q, q, None, None, None)[4]
+    assert scalar_decay._tensors(q, q, q, None, None, None)[4] is zero and not zero.is_inference()

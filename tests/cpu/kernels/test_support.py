@@ -244,7 +244,8 @@ GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
 
 def needed_by(kernel: str, call: MLSTMCall) -> list[Instance]:
     """The machine code that is loaded before such a call."""
-    return list(tk._kernels_of(*tk._kernel_key(kernel, call))[1])
+    kernels_of, *key = tk.kernels_for(kernel, call)
+    return list(kernels_of(*key)[1])
 
 
 @pytest.fixture
@@ -310,7 +311,8 @@ def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, held = KINDS[kernel], list[Instance | Launcher]()
-    launcher, needed = tk._kernels_of(*tk._kernel_key(kernel, call))
+    kernels_of, *key = tk.kernels_for(kernel, call)
+    launcher, needed = kernels_of(*key)
     monkeypatch.setattr(build, "check_cache", lambda: False)
     monkeypatch.setattr(build, "is_cached", lambda artifact: artifact in held)
     for missing in (launcher, *needed):
