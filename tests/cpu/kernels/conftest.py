@@ -19,7 +19,7 @@ from . import calls, summary
 from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
 from .scalar_gate import Decoding
-from .stand_in import MEMORY_RATE, Kernels, launch_instead, uninitialised_memory_is_nan
+from .stand_in import MEMORY_RATE, Kernels, launch_instead, watched_memory
 
 K = TypeVar("K", bound=Kernels)
 
@@ -109,6 +109,6 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
 def taking_the_place_of_kernels(found: K, monkeypatch: pytest.MonkeyPatch) -> Iterator[K]:
     launch_instead(monkeypatch, found, *calls.MODULES)
     calls.take_tensors_for_a_gpus(monkeypatch)
-    with uninitialised_memory_is_nan():
+    with watched_memory(found, monkeypatch):
         yield found
     calls.forget_calls()

@@ -226,6 +226,7 @@ class ScalarGate(Kernels):
             self._expect_boundaries(x, scan, name)
         self._walks[x.gradient] = x
         if name != "dv" and x.sizes[3] > x.tile:  # parts of V
+            assert x.ticket == scan.tickets + 4 * (name == "dk")
             self.expect("tickets", x.ticket, 4)
         dtype = torch.float16 if x.half else torch.bfloat16
         if name == "dv":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
+from tfla_tk.backends.tk.delta_rule import wide
+from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, Launcher, all_instances
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
@@ -60,6 +64,7 @@ class Kernels:
         prepared: how many launches are.
         launches: what was launched: `name`, `stream`, and the arguments by their names, with addresses.
         computes: whether something is.
+        guards: what lies behind tensors that were allocated since the last launch.
     """
 
     ARGUMENTS: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -69,6 +74,7 @@ class Kernels:
         self.prepared = 0
         self.launches: list[SimpleNamespace] = []
         self.computes = True
+        self.guards: list[Tensor] = []
         self._made_of: dict[int, tuple[Any, ...]] = {}
 
     def load(self, launcher: Launcher, *instances: Instance) -> Kernels:
@@ -98,6 +104,8 @@ class Kernels:
                 self.launches.append(SimpleNamespace(**arguments, stream=stream))
                 if self.computes:
                     getattr(self, f"run_{launch.name}")(self.launches[-1])
+            assert all(bool(x.isnan().all()) for x in self.guards), "written behind the end of a tensor"
+            self.guards.clear()
 
         return run
 
@@ -143,8 +151,23 @@ def placed(x: Any, starts: list[int]) -> Any:
 
 
 @contextmanager
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """PyTorch fills whatever it allocates with NaN: what a launch reads that none has written shows."""
+def watched_memory(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Notices what a launch reads that none has written: PyTorch fills whatever it allocates with NaN. And what
+    is written behind the end of an allocation, or to places in one that overlap: they lie close together."""
+    new_empty = Tensor.new_empty
+
+    def guarded(x: Tensor, *size: Any, **options: Any) -> Tensor:
+        if torch.device(options.get("device") or x.device).type != "cpu":
+            return new_empty(x, *size, **options)
+        shape = size if isinstance(size[0], int) else size[0]
+        whole = new_empty(x, math.prod(shape) + 64, **options)
+        kernels.guards.append(whole[-64:])
+        return whole[:-64].view(shape)
+
+    monkeypatch.setattr(Tensor, "new_empty", guarded)
+    monkeypatch.setattr(prepared, "_SCRATCH_ALIGNMENT", 16)
+    for module in (walks, wide):
+        monkeypatch.setattr(module, "ALIGNMENT", 16)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()
