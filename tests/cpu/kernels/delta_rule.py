@@ -30,6 +30,66 @@ WALK_OVER_STATES = (
 )
 
 
+class Shape(NamedTuple):
+    """Offsets, how sequences are cut, and sizes, as launches have them. Sizes in bytes."""
+
+    offsets: int
+    is_64bit: bool
+    sequences: int
+    segments: int
+    chunks: int
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int = 1
+    half: bool = False
+    device: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Of the chunks of a head."""
+        return -(-self.seq // CHUNK) + (self.sequences if self.offsets else 0)
+
+    @property
+    def slices(self) -> int:
+        """Of V."""
+        return -(-self.dim_v // DELTA_SLICE_COLUMNS)
+
+    @property
+    def matrices(self) -> int:
+        return HALF * CHUNK * CHUNK * self.batch * self.heads * self.slots
+
+    @property
+    def bounds(self) -> int:
+        return 8 * FLOAT * self.batch * self.heads * self.slots
+
+    @property
+    def leads(self) -> int:
+        """Before segments, or behind them."""
+        return FLOAT * self.segments * self.heads
+
+    @property
+    def maps(self) -> int:
+        """Between segments."""
+        return FLOAT * (self.segments - self.sequences) * self.heads * self.dim_k * self.dim_k
+
+    @property
+    def carried(self) -> int:
+        """States between segments."""
+        return FLOAT * (self.segments - self.sequences) * self.heads * self.dim_k * self.dim_v
+
+    @property
+    def strengths(self) -> int:
+        return FLOAT * self.batch * self.heads * self.seq * -(-self.dim_v // WARP)
+
+    @property
+    def sums(self) -> int:
+        """Over K and V of a walk over the states, of one token."""
+        return FLOAT * self.batch * self.heads * self.slices * -(-self.dim_k // WARP)
+
+
 class Piece(NamedTuple):
     """Some tokens of a sequence that a walk begins with a state of their own.
 
@@ -92,6 +152,7 @@ class DeltaRule(Kernels):
             *("cut", "sizes", "sigmoid_gate", "device"),
         ),
     }
+    SHAPE = Shape
     INPUT_TOKENS = 16  # of a part of the sums for A_log and dt_bias
 
     def __init__(self) -> None:
@@ -102,14 +163,15 @@ class DeltaRule(Kernels):
     # Sizes that launchers tell
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
-        return 1024 * (slots_bound(shape) // DELTA_ANCHOR_CHUNKS + 1)
+        return 1024 * (Shape(*shape).slots // DELTA_ANCHOR_CHUNKS + 1)
 
     def written_bytes(self, shape: tuple[int, ...], shared: int) -> int:
-        slices = -(-shape[9] // DELTA_SLICE_COLUMNS)
-        return 4 * (1 + shape[3] * shape[6] * slices * 2) if slices * shared > 1 else 0
+        of = Shape(*shape)
+        return 4 * (1 + of.segments * of.heads * of.slices * 2) if of.slices * shared > 1 else 0
 
     def low_bytes(self, shape: tuple[int, ...], shared: int) -> int:
-        return 64 * slots_bound(shape) * shape[6] // shared if shape[9] > DELTA_SLICE_COLUMNS else 0
+        of = Shape(*shape)
+        return 64 * of.slots * of.heads // shared if of.slices > 1 else 0
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
@@ -146,35 +208,35 @@ class DeltaRule(Kernels):
     def run_matrices(self, x: SimpleNamespace) -> None:
         self._leave_matrices(x, *x.matrices)
         if x.bounds:
-            self.leave("bounds", x.bounds, bytes_of_bounds(x))
+            self.leave("bounds", x.bounds, x.shape.bounds)
 
     def _leave_matrices(self, x: SimpleNamespace, a: int, p: int = 0) -> None:
         if a:
-            self.leave("A", a, bytes_of_matrices(x), x.k, x.g, x.beta)
+            self.leave("A", a, x.shape.matrices, x.k, x.g, x.beta)
         if p:
-            self.leave("P", p, bytes_of_matrices(x), x.q, x.k, x.g, x.scale)
+            self.leave("P", p, x.shape.matrices, x.q, x.k, x.g, x.scale)
 
     def _expect_matrices(self, x: SimpleNamespace, a: int, p: int) -> None:
-        self.expect("A", a, bytes_of_matrices(x))
+        self.expect("A", a, x.shape.matrices)
         if p:
-            self.expect("P", p, bytes_of_matrices(x))
+            self.expect("P", p, x.shape.matrices)
 
     def run_combine(self, x: SimpleNamespace) -> None:
         batch, heads, seq, dim_k, *_ = sizes_of(x)
         dtype = torch.float32 if x.of_floats else dtype_of(x)
         for of_parts, whole in ((x.dq_parts, x.dq), (x.dk_parts, x.dk)):
-            parts = operand_at(of_parts, dtype, (batch, heads, seq, dim_k)).unflatten(1, (-1, group_of(x)))
-            operand_at(whole, dtype_of(x), (batch, heads // group_of(x), seq, dim_k)).copy_(
+            parts = operand_at(of_parts, dtype, (batch, heads, seq, dim_k)).unflatten(1, (-1, x.shape.group))
+            operand_at(whole, dtype_of(x), (batch, heads // x.shape.group, seq, dim_k)).copy_(
                 parts.float().sum(2)
             )
 
     def run_strength(self, x: SimpleNamespace) -> None:
-        assert x.parts == -(-x.shape[9] // WARP)
-        self.expect("sums for dbeta", x.sums, bytes_of_strengths(x))
+        assert x.parts == -(-x.shape.dim_v // WARP)
+        self.expect("sums for dbeta", x.sums, x.shape.strengths)
         gate_in_place(x, x.dbeta).copy_(self._dbeta)
 
     def run_decay(self, x: SimpleNamespace) -> None:
-        assert x.slots == slots_bound(x.shape) and x.shape[4] == DELTA_DECAY_CHUNKS
+        assert x.slots == x.shape.slots and x.shape.chunks == DELTA_DECAY_CHUNKS
         for what, place, size in self._sums_of_one_walk(x):
             self.expect(what, place, size)
         gate_in_place(x, x.dg).copy_(self._dg)
@@ -182,26 +244,26 @@ class DeltaRule(Kernels):
     # A split
 
     def run_leads(self, x: SimpleNamespace) -> None:
-        self.expect("bounds", x.bounds, bytes_of_bounds(x))
+        self.expect("bounds", x.bounds, x.shape.bounds)
         assert x.longest >= 0
-        self.leave("leads before segments", x.leads, bytes_of_leads(x))
+        self.leave("leads before segments", x.leads, x.shape.leads)
         if x.both:
-            self.leave("leads behind segments", x.leads + bytes_of_leads(x), bytes_of_leads(x))
+            self.leave("leads behind segments", x.leads + x.shape.leads, x.shape.leads)
 
     def run_maps(self, x: SimpleNamespace) -> None:
-        self.expect("A", x.a, bytes_of_matrices(x), x.k, x.g, x.beta)
-        self.expect("leads before segments", x.leads, bytes_of_leads(x))
-        of_maps = bytes_of_carried(x, x.shape[8])
-        self.leave("states of segments", x.carried, bytes_of_carried(x, x.shape[9]), x.v, x.initial)
+        self.expect("A", x.a, x.shape.matrices, x.k, x.g, x.beta)
+        self.expect("leads before segments", x.leads, x.shape.leads)
+        of_maps = x.shape.maps
+        self.leave("states of segments", x.carried, x.shape.carried, x.v, x.initial)
         self.leave("transposed maps", x.maps[1], of_maps)
         if x.maps[0]:
-            self.expect("leads behind segments", x.leads + bytes_of_leads(x), bytes_of_leads(x))
+            self.expect("leads behind segments", x.leads + x.shape.leads, x.shape.leads)
             self.leave("maps", x.maps[0], of_maps)
 
     def run_carry(self, x: SimpleNamespace) -> None:
-        of_states, of_maps = (bytes_of_carried(x, x.shape[dim]) for dim in (9, 8))
+        of_states, of_maps = x.shape.carried, x.shape.maps
         where = "behind" if x.backward else "before"
-        self.expect(f"leads {where} segments", x.leads, bytes_of_leads(x))
+        self.expect(f"leads {where} segments", x.leads, x.shape.leads)
         self.expect("maps" if x.backward else "transposed maps", x.maps, of_maps)
         self.expect("gradients of segments" if x.backward else "states of segments", x.carried, of_states)
         made_of = self._made_of[x.carried]
@@ -209,11 +271,11 @@ class DeltaRule(Kernels):
 
     def _expect_carried(self, x: SimpleNamespace, what: str, where: str, *made_of: Any) -> None:
         """Of a walk, where it is split."""
-        size = bytes_of_carried(x, x.shape[9])
+        size = x.shape.carried
         assert (x.carried != 0) == (size > 0)
         if size:
             self.expect(what, x.carried, size, *made_of)
-            self.expect(f"leads {where} segments", x.leads, bytes_of_leads(x))
+            self.expect(f"leads {where} segments", x.leads, x.shape.leads)
 
     # Walks
 
@@ -222,25 +284,27 @@ class DeltaRule(Kernels):
         a, p, flags = x.matrices
         batch, heads, _, dim_k, _ = sizes_of(x)
         if x.makes_matrices:
-            assert x.walkers == 2 and 64 < dim_k <= 128 and x.shape[3] == x.shape[2], "else kernels refuse"
+            assert x.walkers == 2 and 64 < dim_k <= 128 and x.shape.segments == x.shape.sequences, (
+                "else kernels refuse"
+            )
             assert p == flags == x.makers == x.carried == 0
             self._leave_matrices(x, a)
         elif x.makers:
             self._leave_matrices(x, a, p)
-            self.leave("flags", flags, 4 * (batch * heads * slots_bound(x.shape) + 2))
+            self.leave("flags", flags, 4 * (batch * heads * x.shape.slots + 2))
             assert p or dim_k <= 64
         else:
-            self.expect("A", a, bytes_of_matrices(x), x.k, x.g, x.beta)
+            self.expect("A", a, x.shape.matrices, x.k, x.g, x.beta)
             assert flags == 0 and (p or dim_k <= 64 or (dim_k <= 128 and x.walkers == 2))
             if p:
-                self.expect("P", p, bytes_of_matrices(x), x.q, x.k, x.g, x.scale)
+                self.expect("P", p, x.shape.matrices, x.q, x.k, x.g, x.scale)
         self._expect_carried(x, "carried states", "before", x.v, x.initial)
         v, o = values_at(x, x.v), values_at(x, x.o)
         if x.writes[0]:
             values_at(x, x.writes).copy_(v)
         assert (x.states != 0) == (x.writes[0] != 0 and dim_k <= 128)
         kept = tensor_at(x.states, dtype_of(x), states_size(x)) if x.states else None
-        initial, last = (states_at(x, at, x.shape[2]) for at in (x.initial, x.last))
+        initial, last = (states_at(x, at, x.shape.sequences) for at in (x.initial, x.last))
         borders = states_at(x, x.borders, borders_of(x))
         state = torch.empty(0)
         for piece in pieces(x, CHUNK):
@@ -258,17 +322,14 @@ class DeltaRule(Kernels):
             o[piece.row, piece.tokens], state = found[0], states[0]
             if last is not None and piece.is_last:
                 last[piece.sequence] = state
-        for _, number in empty_sequences(x):
-            if last is not None:
-                last[number] = zeros(x) if initial is None else initial[number]
 
     def run_mirror(self, x: SimpleNamespace) -> None:
         """Of a split, what is carried backward; with a wide K dv."""
         self._expect_matrices(x, *x.matrices)
-        if x.shape[8] <= 128:
+        if x.shape.dim_k <= 128:
             assert not any((x.writes[0], x.dv[0], x.strengths, x.d_initial, x.borders)) and x.walkers == 2
-            self.expect("leads behind segments", x.leads, bytes_of_leads(x))
-            size = bytes_of_carried(x, x.shape[9])
+            self.expect("leads behind segments", x.leads, x.shape.leads)
+            size = x.shape.carried
             self.leave("gradients of segments", x.carried, size, x.dout, x.d_last)
             return
         assert x.matrices[1] and x.walkers in (1, 2) and not x.carried
@@ -278,7 +339,7 @@ class DeltaRule(Kernels):
             border = border_before(x, piece)
             if borders is not None and border is not None:
                 borders[border] = found.dh0[0]
-        self.leave("sums for dbeta", x.strengths, bytes_of_strengths(x))
+        self.leave("sums for dbeta", x.strengths, x.shape.strengths)
 
     def _walk_back(self, x: SimpleNamespace, tokens: int, entering: Any) -> Iterator[tuple[Piece, Any]]:
         """Gradients of every head of v by pieces of so many tokens. Writes those of the initial states.
@@ -286,8 +347,8 @@ class DeltaRule(Kernels):
         Args:
             entering: the state that enters a piece.
         """
-        d_last = states_at(x, x.d_last, x.shape[2])
-        d_initial = states_at(x, x.d_initial, x.shape[2])
+        d_last = states_at(x, x.d_last, x.shape.sequences)
+        d_initial = states_at(x, x.d_initial, x.shape.sequences)
         q, k, g, beta = inputs_of(x)
         v, dout = values_at(x, x.writes), values_at(x, x.dout)
         gradient = torch.empty(0)
@@ -303,13 +364,10 @@ class DeltaRule(Kernels):
             yield piece, found
             if d_initial is not None and piece.is_first:
                 d_initial[piece.sequence] = gradient
-        for _, number in empty_sequences(x):
-            if d_initial is not None:
-                d_initial[number] = zeros(x) if d_last is None else d_last[number]
 
     def run_gradients(self, x: SimpleNamespace) -> None:
         """dq, dk and dv in one walk."""
-        assert x.shape[8] <= 128
+        assert x.shape.dim_k <= 128
         self._expect_matrices(x, x.a, 0)
         self._expect_carried(x, "carried gradients", "behind", x.dout, x.d_last)
         kept = tensor_at(x.states, dtype_of(x), states_size(x))
@@ -319,7 +377,7 @@ class DeltaRule(Kernels):
         dq, dk = (operand_at(y, dtype, (batch, heads, seq, dim_k)).transpose(1, 2) for y in (x.dq, x.dk))
         assert bool(x.turns) == is_sum and bool(x.token_sums) == bool(x.flows)
         if is_sum:
-            self.leave("turns", x.turns, 4 * (1 + batch * heads * slots_bound(x.shape)))
+            self.leave("turns", x.turns, 4 * (1 + batch * heads * x.shape.slots))
         dv = values_at(x, x.dv)
         self._dg, self._dbeta = torch.zeros(batch, seq, heads), torch.zeros(batch, seq, heads)
         for piece, found in self._walk_back(x, CHUNK, lambda piece: kept[piece.row, :, piece.slot].mT):
@@ -327,26 +385,28 @@ class DeltaRule(Kernels):
             grads = found.dq, found.dk, found.dv, found.dg, found.dbeta
             for place, grad in zip(places, grads, strict=True):
                 place[piece.row, piece.tokens] = grad[0].to(place.dtype)
-        self.leave("sums for dbeta", x.strengths, bytes_of_strengths(x))
+        self.leave("sums for dbeta", x.strengths, x.shape.strengths)
         if x.flows:
             for what, place, size in self._sums_of_one_walk(x):
                 self.leave(what, place, size)
 
     def _sums_of_one_walk(self, x: SimpleNamespace) -> list[tuple[str, int, int]]:
-        batch, heads, seq, _, dim_v, *_ = sizes_of(x)
-        of_slices = FLOAT * -(-dim_v // DELTA_SLICE_COLUMNS) * batch * heads
+        of_slices = FLOAT * x.shape.slices * x.shape.batch * x.shape.heads
         return [
-            ("sums of tokens", x.token_sums, 3 * of_slices * seq),
-            ("flows", x.flows, DELTA_KEYS_WARPS * of_slices * slots_bound(x.shape)),
+            ("sums of tokens", x.token_sums, 3 * of_slices * x.shape.seq),
+            ("flows", x.flows, DELTA_KEYS_WARPS * of_slices * x.shape.slots),
         ]
 
     def run_left(self, x: SimpleNamespace) -> None:
         """dq, and a part of dk. The states at borders are the forward's."""
         dq = self._results(x, x.dq)
-        entering, borders = states_at(x, x.entering, x.shape[2]), states_at(x, x.borders, borders_of(x))
-        leaving = states_at(x, x.leaving, x.shape[2])
+        entering, borders = (
+            states_at(x, x.entering, x.shape.sequences),
+            states_at(x, x.borders, borders_of(x)),
+        )
+        leaving = states_at(x, x.leaving, x.shape.sequences)
         states: dict[tuple[int, int], Tensor] = {}
-        for piece in pieces(x, x.shape[4] * CHUNK):
+        for piece in pieces(x, x.shape.chunks * CHUNK):
             if piece.is_first:
                 states[piece.start] = zeros(x) if entering is None else entering[piece.sequence]
             else:
@@ -366,7 +426,7 @@ class DeltaRule(Kernels):
                 )
                 leaving[piece.sequence] = last[0]
         batch, _, seq, dim_k, *_ = sizes_of(x)
-        self.leave("part of dk", x.left[0], HALF * batch * seq * x.shape[6] // x.shared * dim_k, x.q, x.dv)
+        self.leave("part of dk", x.left[0], HALF * batch * seq * x.shape.heads // x.shared * dim_k, x.q, x.dv)
         self._ends = {"states": states, "initial": x.entering, "last": x.leaving}
         self._turns(x)
         if x.sums[0]:
@@ -380,7 +440,7 @@ class DeltaRule(Kernels):
         dk, borders = self._results(x, x.dk), states_at(x, x.borders, borders_of(x))
         self._dg, self._dbeta = torch.zeros(batch, seq, heads), torch.zeros(batch, seq, heads)
         x.d_last, x.d_initial = x.entering, x.leaving
-        length = x.shape[4] * CHUNK
+        length = x.shape.chunks * CHUNK
         for piece, found in self._walk_back(x, length, lambda piece: self._ends["states"][piece.start]):
             if not piece.is_first:  # the gradient at the border is that of the mirror
                 assert borders is not None
@@ -405,7 +465,7 @@ class DeltaRule(Kernels):
     def _results(self, x: SimpleNamespace, at: tuple[int, ...]) -> Tensor:
         """[B, T, parts, K]."""
         batch, heads, seq, dim_k, *_ = sizes_of(x)
-        assert group_of(x) % x.shared == 0 and dim_k > 128
+        assert x.shape.group % x.shared == 0 and dim_k > 128
         return operand_at(at, dtype_of(x), (batch, heads // x.shared, seq, dim_k)).transpose(1, 2)
 
     def _of_shared(self, x: SimpleNamespace, grad: Tensor) -> Tensor:
@@ -415,24 +475,20 @@ class DeltaRule(Kernels):
     def _sums_of_walks(
         self, sums: tuple[int, ...], x: SimpleNamespace, walk: str
     ) -> list[tuple[str, int, int]]:
-        batch, heads, seq, dim_k, dim_v, *_ = sizes_of(x)
-        parts = FLOAT * batch * heads * -(-dim_v // DELTA_SLICE_COLUMNS) * -(-dim_k // WARP)
         return [
-            (f"sums of tokens {walk}", sums[0], parts * seq),
-            (f"sums of chunks {walk}", sums[1], 2 * parts * slots_bound(x.shape)),
+            (f"sums of tokens {walk}", sums[0], x.shape.sums * x.shape.seq),
+            (f"sums of chunks {walk}", sums[1], x.shape.sums * x.shape.slots * 2),
         ]
 
     def _flows_of(self, at: int, x: SimpleNamespace) -> list[tuple[int, int]]:
         """Behind an anchor and before it."""
-        batch, heads, _, dim_k, dim_v, *_ = sizes_of(x)
-        parts = FLOAT * batch * heads * -(-dim_v // DELTA_SLICE_COLUMNS) * -(-dim_k // WARP)
-        size = parts * (slots_bound(x.shape) // DELTA_ANCHOR_CHUNKS + 1)
+        size = x.shape.sums * (x.shape.slots // DELTA_ANCHOR_CHUNKS + 1)
         return [(at, size), (at + size, size)]
 
     def run_mlstm_bwd_gates(self, x: SimpleNamespace) -> None:
         """dg of two walks over the states."""
         batch, heads, seq, dim_k, dim_v = x.sizes
-        x.shape = (*x.cut, 0, 0, *x.sizes, 1, False, 0)
+        x.shape = Shape(*x.cut, 0, 0, *x.sizes)
         for (whole, inter, _), walk in ((x.q_dq, "forward"), (x.k_dk, "backward")):
             for what, place, size in self._sums_of_walks((whole, inter), x, walk):
                 self.expect(what, place, size)
@@ -455,24 +511,17 @@ class DeltaRule(Kernels):
 
 def sizes_of(x: SimpleNamespace) -> tuple[int, ...]:
     """Batch, heads of v, tokens, K, V."""
-    batch, heads, seq, dim_k, dim_v = x.shape[5:10]
-    return batch, heads, seq, dim_k, dim_v
-
-
-def group_of(x: SimpleNamespace) -> int:
-    """Heads of v that share one of q and k."""
-    found: int = x.shape[10]
-    return found
+    return tuple(x.shape[5:10])
 
 
 def dtype_of(x: SimpleNamespace) -> torch.dtype:
-    return torch.float16 if x.shape[11] else torch.bfloat16
+    return torch.float16 if x.shape.half else torch.bfloat16
 
 
 def rows_at(x: SimpleNamespace, at: tuple[int, ...]) -> Tensor:
     """[B, T, H, K] of a tensor whose heads are shared."""
     batch, heads, seq, dim_k, _ = sizes_of(x)
-    return operand_at(at, dtype_of(x), (batch, heads // group_of(x), seq, dim_k)).transpose(1, 2)
+    return operand_at(at, dtype_of(x), (batch, heads // x.shape.group, seq, dim_k)).transpose(1, 2)
 
 
 def values_at(x: SimpleNamespace, at: tuple[int, ...]) -> Tensor:
@@ -500,7 +549,7 @@ def tokens_at(x: SimpleNamespace, at: int) -> Tensor:
 
 def of_log_decay(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """g, A_log and dt_bias, zeros where there is none."""
-    heads = x.shape[6]
+    heads = x.shape.heads
 
     def of_heads(at: tuple[int, ...]) -> Tensor:
         address, _, stride, _, code = at
@@ -511,67 +560,35 @@ def of_log_decay(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
 
 def inputs_of(x: SimpleNamespace) -> tuple[Tensor, ...]:
     """q, k, g and beta of every head of v."""
-    q, k = (rows_at(x, at).repeat_interleave(group_of(x), 2) for at in (x.q, x.k))
+    q, k = (rows_at(x, at).repeat_interleave(x.shape.group, 2) for at in (x.q, x.k))
     return q, k, gate_of(x, x.g), gate_of(x, x.beta)
 
 
 def states_at(x: SimpleNamespace, at: int, count: int) -> Tensor | None:
-    return floats_at(at, count, *x.shape[6:7], *x.shape[8:10]) if count else None
+    return floats_at(at, count, x.shape.heads, *x.shape[8:10]) if count else None
 
 
 def states_size(x: SimpleNamespace) -> tuple[int, ...]:
     """Of the states that enter chunks [B, HV, slots, V, K]."""
     batch, heads, _, dim_k, dim_v = sizes_of(x)
-    return batch, heads, slots_bound(x.shape), dim_v, dim_k
+    return batch, heads, x.shape.slots, dim_v, dim_k
 
 
 def zeros(x: SimpleNamespace) -> Tensor:
     """In the place of a state."""
-    return torch.zeros(x.shape[6], *x.shape[8:10])
-
-
-def slots_bound(shape: tuple[int, ...]) -> int:
-    """Of the chunks of a head."""
-    return -(-shape[7] // CHUNK) + (shape[2] if shape[0] else 0)
-
-
-def bytes_of_matrices(x: SimpleNamespace) -> int:
-    return HALF * CHUNK * CHUNK * x.shape[5] * x.shape[6] * slots_bound(x.shape)
-
-
-def bytes_of_bounds(x: SimpleNamespace) -> int:
-    return 8 * FLOAT * x.shape[5] * x.shape[6] * slots_bound(x.shape)
-
-
-def bytes_of_leads(x: SimpleNamespace) -> int:
-    return 4 * x.shape[3] * x.shape[6]
-
-
-def bytes_of_carried(x: SimpleNamespace, columns: int) -> int:
-    return FLOAT * (x.shape[3] - x.shape[2]) * x.shape[6] * x.shape[8] * columns
-
-
-def bytes_of_strengths(x: SimpleNamespace) -> int:
-    batch, heads, seq, _, dim_v = sizes_of(x)
-    return FLOAT * batch * heads * seq * -(-dim_v // WARP)
+    return torch.zeros(x.shape.heads, *x.shape[8:10])
 
 
 def pieces(x: SimpleNamespace, tokens: int) -> Iterator[Piece]:
-    """Of so many tokens, of all sequences."""
-    cut, seq = x.shape[:5], x.shape[7]
+    """Of so many tokens, of all sequences; an empty sequence has an empty one."""
+    cut, seq = x.shape[:5], x.shape.seq
     _, slots = slots_of(cut, seq, tokens)
     for number, (row, start, end) in enumerate(bounds_of(cut, seq)):
         border = start // tokens if cut[0] else number * (-(-seq // tokens) - 1)
-        for n, at in enumerate(range(start, end, tokens)):
+        for n, at in enumerate(range(start, max(end, start + 1), tokens)):
             own = slice(at, min(at + tokens, end))
             slot = slots[number].start + n
             yield Piece(row, number, own, n == 0, own.stop == end, slot, border + n - 1)
-
-
-def empty_sequences(x: SimpleNamespace) -> list[tuple[int, int]]:
-    """Row and number."""
-    bounds = enumerate(bounds_of(x.shape[:5], x.shape[7]))
-    return [(row, number) for number, (row, start, end) in bounds if start == end]
 
 
 def segment_tokens() -> int:
@@ -581,15 +598,17 @@ def segment_tokens() -> int:
 
 def borders_of(x: SimpleNamespace) -> int:
     """Slots of the borders between these segments, of all sequences."""
-    seq, packed = x.shape[7], x.shape[0] != 0
-    return seq // segment_tokens() if packed else x.shape[2] * ((seq - 1) // segment_tokens())
+    seq, packed = x.shape.seq, x.shape.offsets != 0
+    return seq // segment_tokens() if packed else x.shape.sequences * ((seq - 1) // segment_tokens())
 
 
 def border_before(x: SimpleNamespace, chunk: Piece) -> int | None:
     """The slot of one, where a chunk begins a segment that follows another."""
-    _, start, _ = bounds_of(x.shape[:5], x.shape[7])[chunk.sequence]
+    _, start, _ = bounds_of(x.shape[:5], x.shape.seq)[chunk.sequence]
     number, rest = divmod(chunk.tokens.start - start, segment_tokens())
     if rest or number == 0:
         return None
-    first = start // segment_tokens() if x.shape[0] else chunk.sequence * borders_of(x) // x.shape[2]
+    first = (
+        start // segment_tokens() if x.shape.offsets else chunk.sequence * borders_of(x) // x.shape.sequences
+    )
     return first + number - 1

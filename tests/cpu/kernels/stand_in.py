@@ -60,6 +60,7 @@ class Kernels:
 
     Attributes:
         ARGUMENTS: names of the arguments of each function that prepares a launch.
+        SHAPE: makes names for what is in the argument `shape`.
         loaded: the machine code that was asked for.
         prepared: how many launches are.
         launches: what was launched: `name`, `stream`, and the arguments by their names, with addresses.
@@ -68,6 +69,7 @@ class Kernels:
     """
 
     ARGUMENTS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    SHAPE: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self) -> None:
         self.loaded: list[Instance] = []
@@ -101,6 +103,8 @@ class Kernels:
         def run(starts: list[int], stream: int) -> None:
             for launch in in_order:
                 arguments = {name: placed(x, starts) for name, x in vars(launch).items()}
+                if self.SHAPE is not None and "shape" in arguments:
+                    arguments["shape"] = self.SHAPE(*arguments["shape"])
                 self.launches.append(SimpleNamespace(**arguments, stream=stream))
                 if self.computes:
                     getattr(self, f"run_{launch.name}")(self.launches[-1])
@@ -152,8 +156,10 @@ def placed(x: Any, starts: list[int]) -> Any:
 
 @contextmanager
 def watched_memory(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Notices what a launch reads that none has written: PyTorch fills whatever it allocates with NaN. And what
-    is written behind the end of an allocation, or to places in one that overlap: they lie close together."""
+    """Notices what a launch reads that none has written, since PyTorch fills whatever it allocates with NaN.
+
+    And what is written behind the end of an allocation, or to overlapping places in one, which lie closer.
+    """
     new_empty = Tensor.new_empty
 
     def guarded(x: Tensor, *size: Any, **options: Any) -> Tensor:
