@@ -116,9 +116,8 @@ class ScalarGate(Kernels):
     def run_forward(self, x: SimpleNamespace) -> None:
         batch, heads, seq, dim_qk, dim_v = x.sizes
         count, borders = x.cut[2], (x.cut[3] - x.cut[2]) * heads
-        assert (
-            x.tile[0] >= dim_qk and (x.workspace != 0) == (borders > 0) and (x.normalize or not x.states[4])
-        )
+        assert x.tile[0] >= dim_qk and (x.workspace != 0) == (borders > 0)
+        assert x.normalize or x.states[4] == 0, "n of no normaliser"
         shapes = (count, heads, dim_qk, dim_v), (count, heads, dim_qk), (count, heads, 1)
         c, n, m, *last = (floats_at(at, *shape) for at, shape in zip(x.states, shapes * 2, strict=True))
         q, k, v = read(x, x.q, x.k, x.v, x.group)
