@@ -166,9 +166,10 @@ def watched_memory(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if torch.device(options.get("device") or x.device).type != "cpu":
             return new_empty(x, *size, **options)
         shape = size if isinstance(size[0], int) else size[0]
-        whole = new_empty(x, math.prod(shape) + 64, **options)
-        kernels.guards.append(whole[-64:])
-        return whole[:-64].view(shape)
+        count = math.prod(shape)
+        whole = new_empty(x, 2 * count + 64, **options)
+        kernels.guards.append(whole[count:])
+        return whole[:count].view(shape)
 
     monkeypatch.setattr(Tensor, "new_empty", guarded)
     monkeypatch.setattr(prepared, "_SCRATCH_ALIGNMENT", 16)
