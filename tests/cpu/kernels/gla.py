@@ -198,6 +198,7 @@ class Call:
 
     def states(self, at: int, count: int | None = None) -> Tensor | None:
         """Of a launch's channels and columns, between those of others."""
+        assert at % 16 == 0
         row = self.dim_v + (self.slice[0] if self.slice else 0)
         of_head = (self.dim_k + (self.slice_of_k[0] if self.slice_of_k else 0)) * row
         shape = (self.sequences if count is None else count, self.heads, self.dim_k, self.dim_v)

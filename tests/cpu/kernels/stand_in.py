@@ -200,7 +200,8 @@ def bytes_at(pointer: int, size: int) -> Tensor:
 
 
 def floats_at(pointer: int, *shape: int) -> Tensor | None:
-    """fp32; None without an address."""
+    """fp32, where vector loads can take it; None without an address."""
+    assert pointer % 16 == 0
     return tensor_at(pointer, torch.float32, shape) if pointer else None
 
 
