@@ -16,7 +16,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, Kept
 
 from .calls import MODULES, OPS, Op, Tensors, assert_equal, check, cut_into, draw, forget_calls, results
-from .stand_in import Kernels, pretend_a_gpu
+from .stand_in import Kernels, at_odd_address, pretend_a_gpu
 
 
 @pytest.fixture
@@ -189,6 +189,17 @@ def backward(core: DeltaRuleCore, kept: Kept | None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     do = torch.randn(core.v.shape, generator=generator).to(core.v.dtype)
     return [x for x in launch.backward(core, kept, do, None, needs_gates=True) if x is not None]
+
+
+@pytest.mark.parametrize(
+    "move", [at_odd_address, lambda t: t.repeat_interleave(2)[::2]], ids=["odd", "strided"]
+)
+def test_what_is_kept_may_lie_elsewhere(move: Any, op: Op, kernels: Kernels) -> None:
+    """Where torch.compile or a hook on saved tensors has put it."""
+    core = core_of(draw(op))
+    *_, kept = launch.forward(core, output_final_state=True, keep=True)
+    moved = kept._replace(tensors=(move(kept.tensors[0]),))
+    assert all(map(torch.equal, backward(core, moved), backward(core, kept)))
 
 
 def test_what_is_kept_of_another_size_is_made_again(op: Op, kernels: Kernels) -> None:
