@@ -142,7 +142,7 @@ PYTHON = (
     Fault("sign of the erasures' gradient", "reference/delta_rule_backward.py",
           "of_reads, of_erasures = through * (do @ s.mT), -through * (dv @ s.mT)",
           "of_reads, of_erasures = through * (do @ s.mT), through * (dv @ s.mT)",
-          "tests/cpu/reference/test_delta_rule.py"),
+          "tests/cpu/reference/test_linear_backward.py"),
     Fault("refusal of forward-mode derivatives", "tfla_tk/core/dispatch.py",
           'if name != "reference" and call.forward_mode:', 'if name == "triton" and call.forward_mode:',
           "tests/cpu/api/test_transforms.py -k forward_mode"),

@@ -129,7 +129,7 @@ class GLA(Kernels):
         if x.gates is not None:
             inflow, _, (d_last_at, flows_at, anchors) = x.gates
             d_last, flows = of.entering(d_last_at, x.borders[1], backward=True), of.flows(flows_at)
-            self.leave("anchors", anchors, self.anchor_bytes(x.shape, x.tile))
+            self.leave("anchors", anchors, self.anchor_bytes(x.shape, x.tile), x.v)  # of each slice
             if flows is not None:
                 flows.copy_(1 if of.is_first else flows + 1)
         found = of.sum_over_v(*of.gradients(entering, d_last, "dq", "dg"))
@@ -146,7 +146,7 @@ class GLA(Kernels):
         if x.gates is not None:
             inflow, dg, (d_last_at, flows_at, anchors) = x.gates
             assert d_last_at == x.entering
-            self.expect("anchors", anchors, self.anchor_bytes(x.shape, x.tile))
+            self.expect("anchors", anchors, self.anchor_bytes(x.shape, x.tile), x.v)
             flows, slices = of.flows(flows_at), 1 if of.slice is None else -(-(of.dim_v + of.slice[0]) // 256)
             assert flows is None or bool(flows.eq(slices).all())
             if found is not None:

@@ -165,6 +165,7 @@ def changes(op: Op, x: Tensors) -> list[tuple[Tensors, dict[str, Any]]]:
     halves = {name: x[name].half() for name in "qkv"}
     found = [x, x | halves, {name: t for name, t in x.items() if name not in op.states}]
     found += [x | {name: transposed(x[name])} for name in ("q", "k", "v")]
+    found += [x | {"k": layout(x["k"])} for layout in (unaligned_rows, last_outside)]
     found += [x | {name: x[name].bfloat16()} for name in op.gates]
     found += [x | {name: transposed(x[name])} for name in op.gates]
     found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=64), draw(op, (48, 48), packed=True)]
