@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfla_tk.cli import run_command
 
 from . import ablation, api, compare, model_step, plots, readme, results, step, train
-from .shapes import parse_shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,39 +24,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="benchmarks beyond tfla-tk compare, and the results on record",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    command = commands.add_parser("merge", help="merge rows into the results of their GPU")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], told: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=told)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("merge", _merge, "merge rows into the results of their GPU")
     command.add_argument("rows", type=Path, nargs="+", help="files that `tfla-tk compare --json` wrote")
     command.add_argument("--folder", type=Path, default=results.FOLDER, help="where the results are kept")
-    command.set_defaults(run=_merge)
-    command = commands.add_parser(
-        "readme", help="write tables between the markers of files, and README.md's figure"
-    )
+    command = add("readme", _readme, "write tables between the markers of files, and README.md's figure")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
     command.add_argument("files", type=Path, nargs="+", help="with markers: README.md, docs/results.md")
-    command.set_defaults(run=_readme)
-    command = commands.add_parser("api", help="write the API page from the docstrings")
+    command = add("api", _api, "write the API page from the docstrings")
     command.add_argument("page", type=Path, help="docs/api.md")
-    command.set_defaults(run=_api)
-    command = commands.add_parser("ablation", help="time mLSTM's forward with and without overlap")
-    compare.add_run_arguments(command)
-    command.set_defaults(run=ablation.run)
-    command = commands.add_parser("step", help="time one token of mLSTM against the copy rate")
-    command.add_argument(
-        "--shapes",
-        type=compare.argument(parse_shapes),
-        metavar="SHAPES",
-        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
+    compare.add_run_arguments(add("ablation", ablation.run, "time mLSTM's forward with and without overlap"))
+    step.add_arguments(add("step", step.run, "time one token of mLSTM against the copy rate"))
+    train.add_arguments(add("train", train.run, "train a language model on every backend"))
+    model_step.add_arguments(
+        add("model", model_step.run, "train, prefill and decode with xLSTM models, Triton against tk")
     )
-    compare.add_run_arguments(command)
-    command.set_defaults(run=step.run)
-    command = commands.add_parser("train", help="train a language model on every backend, compare the curves")
-    train.add_arguments(command)
-    command.set_defaults(run=train.run)
-    command = commands.add_parser(
-        "model", help="train, prefill and decode with xLSTM models, Triton against tk"
-    )
-    model_step.add_arguments(command)
-    command.set_defaults(run=model_step.run)
     return run_command(parser, argv)
 
 

@@ -7,6 +7,7 @@ launched directly, without the public function, and checked and timed as the bac
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from .variants import Variant
 class Ablated(Operator):
     """A forward of mLSTM by the kernel that "tk:<schedule>" names."""
 
-    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
         """The kernel's h."""
         options = forward.Options(
             sigmoid_gate=self.name == "mlstm_sig",
@@ -37,20 +38,19 @@ class Ablated(Operator):
         return forward.run((q, k, v, i, f, None, None, None, None), options)[0]
 
 
-def contests() -> list[Contest]:
-    """Both kernels of every mLSTM, at each of the main shapes."""
-    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in SCHEDULES]
-    return [
-        Contest(Ablated(**vars(OPERATORS[op])), "fwd", shape, variants) for op in ABLATED for shape in MAIN
-    ]
-
-
 def run(args: argparse.Namespace) -> int:
-    """Run the ablation with the options of `compare.add_run_arguments`; returns the exit status.
+    """Both kernels of every mLSTM, at each of the main shapes, with the options of compare.add_run_arguments.
+
+    Returns:
+        the exit status.
 
     Raises:
         ValueError: no GPU, or options that do not go together.
     """
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
-    return carry_out(args, contests()[:1] if args.quick else contests(), on_gpu=True)
+    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in SCHEDULES]
+    contests = [
+        Contest(Ablated(**vars(OPERATORS[op])), "fwd", shape, variants) for op in ABLATED for shape in MAIN
+    ]
+    return carry_out(args, contests[:1] if args.quick else contests)

@@ -6,31 +6,31 @@ under which that part is zero, as it is in a model with a scale-invariant norm b
 checked with a random one, but that it is zero in rows where the gradient jumps (`Operator.at_kink`): one of
 them can be all of the error.
 
-Here tensors of all tokens are head-first [B, H, T(, D)] (`Operator.head_first`), and a pair is a batch entry
-and a head of q and k, with all heads of v that share it. Of many packed sequences a sample is compared with
-the truth, as a batch that is padded to the longest.
+A pair is a batch entry and a head of q and k, with all heads of v that share it. Of many packed sequences a
+sample is compared with the truth, as a batch that is padded to the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .inputs import OFFSETS, cotangent_like
-from .operators import Operator, output_of, split_offsets
+from .inputs import OFFSETS
+from .operators import Operator, last_state_of, output_of, split_offsets
 from .shapes import CHUNK, Shape
 
-RANDOM, ORTHOGONAL = "random", "orthogonal"
-
-
+# output gradients: zero where the gradient jumps; orthogonal to the output; as it is
+RANDOM, ORTHOGONAL, AS_GIVEN = KINDS = ("random", "orthogonal", "as given")
 # work and memory that one truth may take
 FLOP_LIMIT = {"cuda": 4e12, "cpu": 2e10}
 SLICE_BYTES = {"cuda": 16 * 2**30, "cpu": 2**28}
-
-
+RECURRENT_TOKENS = 1024  # longer ones would take minutes
+KEPT_PER_STEP = 4  # matrices [K, V] that autograd keeps per token of the recurrent form
 # packed sequences that are compared with the truth: the first, the last and evenly spread ones
 SEQUENCES = 1024
 
@@ -45,20 +45,27 @@ def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.devic
     return [pair * total // count for pair in range(count)]
 
 
-def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int] | None = None) -> int:
-    """How many pairs the reference may take at a time, by the fp64 tensors that it keeps.
+def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int]) -> int:
+    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps.
 
     The forward keeps the inputs, h in pieces and as a whole, and one chunk's states; autograd all chunks'.
 
     Args:
-        padded: of packed sequences, how many are taken and the length that they are padded to.
+        padded: sequences of a pair, and the length that they are padded to.
     """
-    count, length = padded or (1, shape.T)
+    count, length = padded
     per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
     if which == "fwdbwd":
         per_token, chunks = 6 * (shape.K + shape.V) + 6 * CHUNK, length // CHUNK + 1
     kept = 8 * count * shape.group * (length * per_token + chunks * 4 * shape.K * shape.V)
     return max(1, SLICE_BYTES[device.type] // kept)
+
+
+def recurrent_slice_size(shape: Shape, device: torch.device, padded: tuple[int, int]) -> int:
+    """How many pairs autograd through the recurrent form may take at a time; 0 where it takes too long."""
+    count, length = padded
+    kept = 8 * KEPT_PER_STEP * count * length * shape.group * shape.K * shape.V
+    return SLICE_BYTES[device.type] // kept if length <= RECURRENT_TOKENS else 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ class Picks:
         batch, head: [P] indices of the pairs.
         heads: of q and k in all.
         sequences: [n] indices of the packed sequences; None where none are packed.
-        tokens: [n, L] their tokens, padded to the longest; filled: [n, L] where that is no padding.
+        tokens: [n, L] the tokens of each, padded to the longest; n is 1 and L is T where none are packed.
+        filled: [n, L] where that is no padding.
         all_pairs, all_sequences: nothing was left out.
     """
 
@@ -77,8 +85,8 @@ class Picks:
     head: Tensor
     heads: int
     sequences: Tensor | None
-    tokens: Tensor | None
-    filled: Tensor | None
+    tokens: Tensor
+    filled: Tensor
     all_pairs: bool
     all_sequences: bool
 
@@ -88,9 +96,9 @@ class Picks:
         return [replace(self, batch=batch, head=head) for batch, head in parts]
 
     @property
-    def padded(self) -> tuple[int, int] | None:
-        """How many packed sequences there are, and the length that they are padded to."""
-        return None if self.tokens is None else (self.tokens.shape[0], self.tokens.shape[1])
+    def padded(self) -> tuple[int, int]:
+        """Sequences of a pair, and the length that they are padded to."""
+        return self.tokens.shape[0], self.tokens.shape[1]
 
     @property
     def left_out(self) -> str:
@@ -98,55 +106,43 @@ class Picks:
         parts = ["heads"] * (not self.all_pairs) + ["sequences"] * (not self.all_sequences)
         return f"error on a part of the {' and of the '.join(parts)}" if parts else ""
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """The picked part of a tensor of all tokens: [B, H, T, ...] becomes [n, heads, L, ...].
+    def take(self, operator: Operator, name: str, tensor: Tensor) -> Tensor:
+        """The picked part of an argument, of a result, or of the gradient "d<name>" of one.
 
-        n is 1 and L is T where no sequences are packed.
+        Returns:
+            of a tensor of all tokens [n, heads, L, ...] in the operator's layout; of a state
+            [n, heads, ...]; of a parameter [heads], once for each batch entry.
         """
-        own = self._grouped(tensor)[self.batch, self.head].flatten(0, 1)
-        return own.unsqueeze(0) if self.tokens is None else own[:, self.tokens].transpose(0, 1)
+        if operator.is_parameter(name):
+            return self._grouped(tensor[None])[0, self.head].flatten()
+        if operator.is_state(name) and self.sequences is not None:
+            return self._grouped(tensor)[self.sequences][:, self.head].flatten(1, 2)
+        is_state = operator.is_state(name)
+        whole = self._grouped(tensor if is_state else operator.head_first(tensor))
+        own = whole[self.batch, self.head].flatten(0, 1)
+        if is_state:
+            return own[None]
+        # packed sequences are taken out of the one row that they are in
+        return operator.head_first(
+            own[None] if self.sequences is None else own[:, self.tokens].transpose(0, 1)
+        )
 
-    def take_state(self, tensor: Tensor) -> Tensor:
-        """The picked part of a state: [N, H, ...] becomes [n, heads, ...]."""
-        grouped = self._grouped(tensor)
-        if self.sequences is None:
-            return grouped[self.batch, self.head].flatten(0, 1).unsqueeze(0)
-        return grouped[self.sequences][:, self.head].flatten(1, 2)
+    def rows(self, operator: Operator, name: str, taken: Tensor) -> Tensor:
+        """What `take` gave head by head, without the padding: [heads, tokens, ...] or [heads, n, ...]."""
+        if operator.is_parameter(name):
+            return taken
+        if operator.is_state(name):
+            return taken.transpose(0, 1)
+        first = operator.head_first(taken)
+        return first[0] if self.sequences is None else first.transpose(0, 1)[:, self.filled]
 
-    def take_parameter(self, tensor: Tensor) -> Tensor:
-        """The picked part of what is one number per head: [H] becomes [heads], once for each batch entry."""
-        return self._grouped(tensor[None])[0, self.head].flatten()
-
-    def rows(self, taken: Tensor) -> Tensor:
-        """What `take` gave, without the padding: [n, heads, L, ...] becomes [heads, tokens, ...]."""
-        return taken[0] if self.filled is None else taken.transpose(0, 1)[:, self.filled]
-
-    def state_rows(self, taken: Tensor) -> Tensor:
-        """What `take_state` gave, heads first."""
-        return taken[0] if self.sequences is None else taken.transpose(0, 1)
-
-    def each(self, tensor: Tensor, *, state: bool = False) -> Iterator[Tensor]:
-        """The picked part of a tensor head by head, in the order of `rows` or `state_rows`."""
-        grouped = self._grouped(tensor)
-        for b, h in zip(self.batch.tolist(), self.head.tolist(), strict=True):
-            for member in range(grouped.shape[2]):
-                if state and self.sequences is not None:
-                    yield grouped[self.sequences, h, member]
-                elif self.tokens is not None and self.filled is not None and not state:
-                    yield grouped[b, h, member, self.tokens[self.filled]]
-                else:
-                    yield grouped[b, h, member]
-
-    def put(self, tensor: Tensor, taken: Tensor) -> None:
-        """Write back, in place, what `take` gave."""
-        grouped, rows = self._grouped(tensor), iter(self.rows(taken))
-        for b, h in zip(self.batch.tolist(), self.head.tolist(), strict=True):
-            for member in range(grouped.shape[2]):
-                row = next(rows).to(tensor.dtype)
-                if self.tokens is None or self.filled is None:
-                    grouped[b, h, member] = row
-                else:
-                    grouped[b, h, member, self.tokens[self.filled]] = row
+    def put(self, operator: Operator, tensor: Tensor, taken: Tensor) -> None:
+        """Write back, in place, what `take` gave of a tensor of all tokens."""
+        grouped = self._grouped(operator.head_first(tensor))
+        members = torch.arange(grouped.shape[2], device=tensor.device)[:, None]
+        rows = self.rows(operator, operator.output, taken).unflatten(0, (-1, grouped.shape[2]))
+        places = self.batch[:, None, None], self.head[:, None, None], members, self.tokens[self.filled]
+        grouped[places] = rows.to(tensor.dtype)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[B, H, group, ...]: heads of v that share one of q and k are a group, others stand alone."""
@@ -156,7 +152,8 @@ class Picks:
         """g_gamma of the heads that were taken, where the operator's decay is no gate."""
         if operator.decay is None:
             return {}
-        return {"g_gamma": self.take_parameter(operator.decay(value_heads, self.head.device))}
+        every = operator.decay(value_heads, self.head.device)
+        return {"g_gamma": self._grouped(every[None])[0, self.head].flatten()}
 
 
 def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tensor]) -> Picks:
@@ -164,9 +161,11 @@ def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tens
     device = inputs["v"].device
     pairs = pick_pairs(operator, shape, which, device)
     indices = torch.tensor(pairs, device=device)
+    batch, head = indices // shape.H, indices % shape.H
     every = len(pairs) == shape.B * shape.H
     if OFFSETS not in inputs:
-        return Picks(indices // shape.H, indices % shape.H, shape.H, None, None, None, every, True)
+        tokens = torch.arange(shape.T, device=device)[None]
+        return Picks(batch, head, shape.H, None, tokens, torch.ones_like(tokens).bool(), every, True)
     starts, ends = inputs[OFFSETS][:-1].long(), inputs[OFFSETS][1:].long()
     total = starts.numel()
     count = min(total, SEQUENCES)
@@ -175,9 +174,7 @@ def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tens
     steps = torch.arange(int(lengths.max()), device=device)
     filled = steps < lengths[:, None]
     tokens = torch.where(filled, starts[chosen, None] + steps, starts[chosen, None])
-    return Picks(
-        indices // shape.H, indices % shape.H, shape.H, chosen, tokens, filled, every, count == total
-    )
+    return Picks(batch, head, shape.H, chosen, tokens, filled, every, count == total)
 
 
 @dataclass(frozen=True)
@@ -185,18 +182,20 @@ class Truth:
     """fp64 results on what was picked.
 
     Attributes:
-        values: per output gradient kind (RANDOM, ORTHOGONAL): the output and the gradients, each
-            [heads, tokens(, D)], those of states [heads, ...].
-        cotangents: per kind, the output gradient in the output's layout and the inputs' dtype; empty for
-            "fwd".
+        values: per output gradient kind (KINDS): the output and the gradients, each [heads, tokens(, D)],
+            those of states [heads, n, ...], those of parameters [heads].
+        cotangents: per kind, the output gradient in the output's layout and the inputs' dtype; empty without
+            gradients.
         picks: what they stand for.
         operator: whose results they are.
+        form: of the reference, "recurrent" or "chunkwise".
     """
 
     values: dict[str, dict[str, Tensor]]
     cotangents: dict[str, Tensor]
     picks: Picks
     operator: Operator
+    form: str
 
     @property
     def partial(self) -> bool:
@@ -216,76 +215,109 @@ class Truth:
     def _error(self, name: str, truth: Tensor, found: Tensor) -> float:
         if not found.isfinite().all():
             return float("nan")
+        operator, picks = self.operator, self.picks
+        if not operator.is_parameter(name):
+            found = picks.rows(operator, name, picks.take(operator, name, found))
         difference = torch.zeros((), dtype=torch.float64, device=truth.device)
         norm = torch.zeros_like(difference)
-        if name.removeprefix("d") in self.operator.parameters:
-            return ((found.double() - truth).norm() / truth.norm()).item()
-        state = name.removeprefix("d") in self.operator.states
-        rows = self.picks.each(found if state else self.operator.head_first(found), state=state)
         # one head at a time: a few fp64 matrices of [T, D] in memory
-        for own, row in zip(truth, rows, strict=True):
+        for own, row in zip(truth, found, strict=True):
             difference += (row.double() - own).square().sum()
             norm += own.square().sum()
         ratio = (difference / norm).sqrt().item()
-        return ratio if ratio == ratio and ratio != float("inf") else float("nan")
+        return ratio if math.isfinite(ratio) else math.nan
 
 
 def compute_truth(
     operator: Operator,
-    inputs: Mapping[str, Tensor],
     shape: Shape,
-    which: str,
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
     *,
     kinds: Sequence[str] = (RANDOM,),
-    seed: int = 0,
+    recurrent: bool = False,
 ) -> Truth:
     """Run the reference in fp64 on the rounded inputs.
 
     Args:
         inputs: as the backends get them.
-        which: "fwd", or "fwdbwd" for the gradients of all inputs as well.
-        kinds: the output gradients to compute gradients for.
-        seed: of the output gradients.
+        cotangents: gradients of the output and, named as the initial states are, of the last ones; empty
+            where the output alone is wanted.
+        kinds: what is made of the output's gradient, each of KINDS.
+        recurrent: take the recurrent form where it takes no more than minutes.
     """
+    output, tensors = operator.output, split_offsets(inputs)[0]
+    device, which = tensors["v"].device, "fwdbwd" if cotangents else "fwd"
     picks = pick(operator, shape, which, inputs)
-    backward = which == "fwdbwd"
-    tensors, _ = split_offsets(inputs)
-    v = tensors["v"]
-    cotangents: dict[str, Tensor] = {}
-    if backward:
-        base = cotangent_like(v, seed)
-        cotangents = {kind: base if kind == RANDOM else base.clone() for kind in kinds}
+    # the padding of packed sequences changes their last states
+    assert picks.sequences is None or len(cotangents) <= 1
+    form, function = "chunkwise", partial(operator.truth, chunk_size=CHUNK)
+    size = slice_size(shape, which, device, picks.padded)
+    if recurrent and operator.recurrent and (fits := recurrent_slice_size(shape, device, picks.padded)):
+        form, function, size = "recurrent", partial(operator.recurrent), fits
+    given = {kind: dict(cotangents) for kind in kinds}
+    if cotangents and tuple(kinds) != (AS_GIVEN,):
+        for changed in given.values():
+            changed[output] = changed[output].clone()
+    # a gradient that is a sum over the whole call is told where all of it is picked
+    dropped = {f"d{name}" for name in operator.parameters} if picks.left_out else set()
     parts: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in kinds}
-    turn = operator.head_first
-    for part in picks.split(slice_size(shape, which, v.device, picks.padded)):
-        leaves = [
-            turn(part.take(turn(tensor)).double()).requires_grad_(backward) for tensor in tensors.values()
-        ]
-        options = {**operator.options, **part.decays(operator, shape.value_heads)}
-        with torch.set_grad_enabled(backward):
-            output = output_of(operator.truth(*leaves, chunk_size=CHUNK, **options))
+    for part in picks.split(size):
+        leaves = {name: part.take(operator, name, tensor).double() for name, tensor in tensors.items()}
+        wanted = {name: leaf for name, leaf in leaves.items() if name not in operator.constants}
+        for leaf in wanted.values():
+            leaf.requires_grad_(bool(cotangents))
+        last = {operator.last: True} if len(cotangents) > 1 else {}
+        options = {**operator.options, **part.decays(operator, shape.value_heads), **last}
+        result = function(**leaves, **options)
+        found = (output_of(result), *last_state_of(result))[: max(1, len(cotangents))]
         for kind in kinds:
-            results = {operator.output: output.detach()}
-            if backward:
-                given = part.take(turn(cotangents[kind])).double()
-                if kind == ORTHOGONAL:
-                    given = _orthogonal(given, turn(output.detach()))
-                elif operator.at_kink is not None:
-                    jumps = turn(operator.at_kink(*(leaf.detach() for leaf in leaves)))
-                    given = given.masked_fill(jumps[..., None], 0)
-                part.put(turn(cotangents[kind]), given)
-                # as the backends get it, and none for the padding
-                given = part.take(turn(cotangents[kind])).double()
-                if part.filled is not None:
-                    given = given * part.filled[:, None, :, None]
-                grads = torch.autograd.grad(output, leaves, turn(given), retain_graph=kind != kinds[-1])
-                results |= {f"d{name}": grad for name, grad in zip(tensors, grads, strict=True)}
-            for name, tensor in results.items():
-                parts[kind].setdefault(name, []).append(part.rows(turn(tensor)))
-    values = {
-        kind: {name: torch.cat(found) for name, found in named.items()} for kind, named in parts.items()
+            values = {output: found[0].detach()}
+            if cotangents:
+                _adjust(operator, part, kind, given[kind][output], found[0].detach(), leaves)
+                exact = {name: part.take(operator, name, x).double() for name, x in given[kind].items()}
+                exact[output] = exact[output] * operator.head_first(part.filled[:, None, :, None])
+                grads = torch.autograd.grad(
+                    found,
+                    list(wanted.values()),
+                    list(exact.values()),
+                    retain_graph=kind != kinds[-1],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                values |= {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
+            for name, tensor in values.items():
+                if name not in dropped:
+                    parts[kind].setdefault(name, []).append(part.rows(operator, name, tensor))
+    values_of = {
+        kind: {name: torch.cat(rows) for name, rows in named.items()} for kind, named in parts.items()
     }
-    return Truth(values, cotangents, picks, operator)
+    for named in values_of.values():
+        for name in named:
+            if operator.is_parameter(name):
+                # the pairs come batch entry by batch entry
+                named[name] = named[name].view(-1, shape.value_heads).sum(0)
+    backwards = {kind: changed[output] for kind, changed in given.items()} if cotangents else {}
+    return Truth(values_of, backwards, picks, operator, form)
+
+
+def _adjust(
+    operator: Operator,
+    part: Picks,
+    kind: str,
+    cotangent: Tensor,
+    output: Tensor,
+    leaves: Mapping[str, Tensor],
+) -> None:
+    """Make of the picked part of an output gradient, in place, what its kind says."""
+    if kind == AS_GIVEN or (kind == RANDOM and operator.at_kink is None):
+        return
+    own = part.take(operator, operator.output, cotangent).double()
+    if kind == ORTHOGONAL:
+        own = _orthogonal(own, output)
+    elif operator.at_kink is not None:
+        own = own.masked_fill(operator.at_kink(*(leaf.detach() for leaf in leaves.values()))[..., None], 0)
+    part.put(operator, cotangent, own)
 
 
 def _orthogonal(cotangent: Tensor, output: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """`tfla-tk compare`: time the backends side by side, with errors against fp64.
 
 On a CUDA GPU: the ThunderKittens kernels, the Triton kernels, FlashQLA and mamba_ssm where installed, and the
-PyTorch reference at the benchmark shapes. Without one: the reference's forms at small shapes, and what is
-missing for the rest.
+PyTorch reference at the benchmark shapes. Without one: the reference's forms at small shapes.
 
 Exit status: 0 done; 1 where one of this package's backends, or any backend named by --backends, computes a
 wrong result or raises; a named backend that cannot serve the call counts as well, and a named family that
@@ -13,38 +12,28 @@ timed.
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from tfla_tk.core.checks import counted, shown_name
 
 from . import environment, plots, report, results
 from .ceilings import measure_ceilings
-from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
+from .inputs import FORGET_BIAS, LAYOUTS
 from .operators import FUNCTIONS, OPERATORS, Operator
-from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of, unserved
+from .runner import FAILED, UNSUPPORTED, Outcome, Settings, run_contest, unserved
 from .shapes import PASSES, SETS, Shape, parse_shapes
-from .timing import CpuStopwatch, CudaStopwatch, Plan
+from .timing import CudaStopwatch, HostStopwatch, Plan
 from .tuning import configs_compiled_by
-from .usage import UsageError, check_outputs
+from .usage import UsageError, add_options, argument, check_outputs, finite, listed, names, positive
 from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
 CPU_PLAN = Plan(repeats=7, budget_ms=1000)
 CPU_QUICK = Plan(repeats=3, budget_ms=200)
-
-
-PIPED_WIDTH = 140
-
-Parsed = TypeVar("Parsed")
 
 
 class Contest(NamedTuple):
@@ -100,7 +89,7 @@ def add_problem_arguments(
     )
     add(
         "--backends",
-        type=argument(backends),
+        type=argument(listed),
         metavar="NAME,..",
         help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
         "(default: all on a GPU, reference without one)",
@@ -110,7 +99,7 @@ def add_problem_arguments(
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `carry_out`: the inputs, how long to measure, and where the rows go."""
     add = parser.add_argument
-    add("--dtype", choices=list(DTYPES), help="of q, k, v (default: bf16 on a GPU, fp32 without one)")
+    add_options(parser, "--dtype")
     add(
         "--layout",
         choices=LAYOUTS,
@@ -124,16 +113,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BIAS",
         help=f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
     )
-    add("--json", type=Path, metavar="PATH", help="write the rows of this run as JSON")
-    add("--csv", type=Path, metavar="PATH", help="write the rows of this run as CSV")
-    add("--plot", type=Path, metavar="PATH", help="draw the rows of this run (png, svg or pdf)")
-    add("--update-results", action="store_true", help="merge the rows into bench/results/<gpu>.json")
-    add(
-        "--commit",
-        metavar="HASH",
-        help="what is measured, recorded in the rows where this is no git checkout",
-    )
-    add("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    add_options(parser, "--json", "--csv", "--plot", "--update-results", "--commit", "--seed")
     add(
         "--tuning-threads",
         type=argument(positive),
@@ -141,7 +121,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that compile the configurations of a Triton autotuner before it times them (default: 1)",
     )
-    add("--quick", action="store_true", help="the first of the shapes only, and fewer repeats")
+    add_options(parser, "--quick")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         for shape in (served[op][:1] if args.quick else served[op])
         if variants[op]
     ]
-    return carry_out(args, contests, on_gpu=on_gpu)
+    return carry_out(args, contests)
 
 
 def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
@@ -183,14 +163,16 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
         except UsageError as error:
             if shape == shapes[-1] and not found:
                 raise UsageError(f"--shapes: {error}") from error
-            make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
+            report.print_lines(report.make_console(), [f"{shape} left out: {error}"])
         else:
             found.append(shape)
     return found
 
 
-def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: bool) -> int:
+def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     """Run contests, print their tables and keep their rows; returns the exit status.
+
+    A run that is cut off leaves the rows of the contests before.
 
     Args:
         args: the options of `add_run_arguments`.
@@ -198,87 +180,48 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     Raises:
         UsageError: options that do not go together, or a file that cannot be written.
     """
-    console = make_console()
-    record = record_path(args, on_gpu)
+    console = report.make_console()
+    record = record_path(args)
     if args.plot:
         plots.check_path(args.plot)
     check_outputs(args)
     environment.fetch_thunderkittens()
-    settings = _settings(args, on_gpu)
-    _print_head(console, settings, on_gpu)
-
+    settings = _settings(args)
+    _print_head(console, settings)
     earlier = [] if record is None else results.load(record)
+    outcomes: list[Outcome] = []
+    rows: list[results.Row] = []
+    with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
+        task = bar.add_task("", total=len(contests))
+        for operator, which, shape, variants in contests:
+            title = f"{operator.name} {which} {shape}"
 
-    def keep(outcomes: Sequence[Outcome]) -> None:
-        if args.json:
-            results.write(args.json, _rows(outcomes))
-        if record is not None:
-            results.write(record, results.merge(earlier, _rows(outcomes)))
+            def tell(label: str, title: str = title) -> None:
+                bar.update(task, description=f"{title}: {label}")
 
-    with configs_compiled_by(args.tuning_threads):
-        outcomes = _run_all(contests, settings, console, keep)
-    rows = _rows(outcomes)
+            found = run_contest(operator, shape, which, variants, settings, tell)
+            bar.advance(task)
+            outcomes += found
+            heading = f"{report.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
+            report.print_table(console, heading, report.contest_table(found))
+            report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
+            rows += [outcome.row for outcome in found if outcome.row is not None]
+            if args.json:
+                results.write(args.json, rows)
+            if record is not None:
+                results.write(record, results.merge(earlier, rows))
     if record is not None:
         console.print(f"{len(rows)} rows merged into {record.name}")
     if args.csv:
         report.write_csv(args.csv, rows)
     if args.plot and rows:
         plots.write_plot(args.plot, rows)
-    lacking = environment.missing()
-    if lacking:
-        console.print("Missing for the full comparison:")
-        for line in lacking:
-            console.print(f"  - {line}", markup=False, soft_wrap=True)
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
-def _rows(outcomes: Sequence[Outcome]) -> list[results.Row]:
-    return [outcome.row for outcome in outcomes if outcome.row is not None]
-
-
-def _run_all(
-    contests: Sequence[Contest],
-    settings: Settings,
-    console: Console,
-    keep: Callable[[Sequence[Outcome]], None],
-) -> list[Outcome]:
-    """Every contest in turn, its table printed as soon as it is done.
-
-    Args:
-        keep: given all outcomes so far after every contest, so that a run that is cut off leaves them.
-    """
-    outcomes: list[Outcome] = []
-    with make_progress() as bar:
-        task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))
-        for operator, which, shape, variants in contests:
-            title = f"{operator.name} {which} {shape}"
-
-            def advance(label: str, title: str = title) -> None:
-                bar.update(task, advance=1, description=f"{title}: {label}")
-
-            found = run_contest(operator, shape, which, variants, settings, advance)
-            outcomes += found
-            console.print(report.contest_table(found))
-            for line in report.reasons(found):
-                console.print(f"  {line}", markup=False, soft_wrap=True)
-            console.print()
-            keep(outcomes)
-    return outcomes
-
-
-def make_console() -> Console:
-    """The console that tables are printed to; wide enough for them where it is piped."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-
-
-def make_progress() -> Progress:
-    """A progress bar on stderr, so that the tables can be piped; hidden where that is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _settings(args: argparse.Namespace) -> Settings:
+    device = environment.current_device()
+    on_gpu = device.type == "cuda"
     plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
     return Settings(
         device=device,
@@ -287,13 +230,13 @@ def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
         forget_bias=args.forget_bias,
         seed=args.seed,
         plan=plan,
-        stopwatch=CudaStopwatch(device) if on_gpu else CpuStopwatch(),
+        stopwatch=CudaStopwatch(device) if on_gpu else HostStopwatch(device),
         provenance=environment.provenance(device, args.commit),
         ceilings=measure_ceilings(device) if on_gpu else None,
     )
 
 
-def record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
+def record_path(args: argparse.Namespace) -> Path | None:
     """Where --update-results writes; refuses figures that are not fit for the record.
 
     Raises:
@@ -301,30 +244,28 @@ def record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
     """
     if not args.update_results:
         return None
-    if not on_gpu:
+    if not torch.cuda.is_available():
         raise UsageError("--update-results: expected a CUDA GPU, found none")
     if args.quick:
-        raise UsageError(f"--update-results: --quick runs fewer than {RECORD_REPEATS} times")
+        raise UsageError(f"--update-results: --quick runs fewer than {results.RECORD_REPEATS} times")
     if not (args.commit or environment.git_commit(environment.ROOT)):
         raise UsageError("--update-results: this is no git checkout, name what is measured with --commit")
     return results.record_path(torch.cuda.get_device_name())
 
 
-def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
+def _print_head(console: Console, settings: Settings) -> None:
     facts = settings.provenance
-    place = facts["gpu"] if on_gpu else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
-    versions = f"torch {facts['torch']}; triton {facts['triton']}"
     conditions = report.conditions_title(settings.layout, settings.forget_bias)
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
-    console.print(f"{place}; {versions}; {inputs}; run {facts['run']}")
+    console.print(f"{environment.heading(facts)}; {inputs}; run {facts['run']}")
     if settings.ceilings is not None:
         console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline.")
     else:
-        console.print("No CUDA GPU: the forms of the PyTorch reference.")
+        told = "`tfla-tk doctor` tells what is missing for the kernels."
+        console.print(f"No CUDA GPU: the forms of the PyTorch reference. {told}")
     console.print(
-        "Error: relative Frobenius against the fp64 reference on the same inputs; output, worst gradient."
+        "Error: relative Frobenius against the fp64 reference on the same inputs; output, worst gradient.\n"
     )
-    console.print()
 
 
 def _counts_as_failure(outcome: Outcome) -> bool:
@@ -332,63 +273,3 @@ def _counts_as_failure(outcome: Outcome) -> bool:
     if outcome.status == FAILED:
         return ours or outcome.variant.named
     return outcome.status == UNSUPPORTED and outcome.variant.named
-
-
-def split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def backends(text: str) -> list[str]:
-    """The names of a comma-separated list, each once.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = split(text)
-    if not found:
-        raise ValueError("expected at least one, got none")
-    return list(dict.fromkeys(found))
-
-
-def finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"expected a finite number, got {text}")
-    return number
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"expected a positive number, got {text}")
-    return int(text)
-
-
-def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
-    """Parser of a comma-separated list; "all" takes every name.
-
-    Args:
-        others: what each name that stands for an allowed one stands for.
-    """
-
-    def parse(text: str) -> list[str]:
-        chosen = list(allowed) if text == "all" else [(others or {}).get(name, name) for name in split(text)]
-        unknown = [name for name in chosen if name not in allowed]
-        if unknown or not chosen:
-            known = [*allowed, *(others or ())]
-            got = ", ".join(shown_name(name, known) for name in unknown) or "nothing"
-            raise argparse.ArgumentTypeError(f"expected {', '.join(allowed)} or all, got {got}")
-        return list(dict.fromkeys(chosen))
-
-    return parse
-
-
-def argument(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """A parser whose ValueError message argparse shows."""
-
-    def parsed(text: str) -> Parsed:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed

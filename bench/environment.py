@@ -1,4 +1,4 @@
-"""Where figures come from (versions, commit, run id), and what this machine lacks for the full comparison."""
+"""Where figures come from: the machine, versions, commit and run id."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import re
 import secrets
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,22 @@ import torch
 from tfla_tk import build, doctor
 from tfla_tk.backends.tk.device import HOPPER
 from tfla_tk.build import prebuilt
+from tfla_tk.core.checks import counted
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def current_device() -> torch.device:
+    """What commands measure on: the current GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """The first line that a command prints, of `provenance`."""
+    place = facts["gpu"] or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return f"{place}; torch {facts['torch']}; triton {facts['triton']}"
 
 
 def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any]:
@@ -78,27 +93,3 @@ def fetch_thunderkittens() -> None:
         with contextlib.suppress(build.BuildError):
             if prebuilt.index() is None:
                 build.find_thunderkittens()
-
-
-def missing() -> list[str]:
-    """What keeps this machine from the full comparison, one line each; empty where nothing does."""
-    found = doctor.report()
-    lines = []
-    if not found["torch_sees_gpu"]:
-        if not found["gpus"]:
-            reason = "nvidia-smi is absent or reports no device"
-        elif found["torch_cuda"] is None:
-            reason = "torch is a CPU build"
-        else:
-            reason = f"torch for CUDA {found['torch_cuda']} sees none: CUDA_VISIBLE_DEVICES, or an old driver"
-        lines.append(f"no CUDA GPU ({reason}): the ThunderKittens and the Triton kernels cannot run")
-    elif torch.cuda.get_device_capability() != HOPPER:
-        lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
-    for key, what in (("nvcc", "nvcc"), ("thunderkittens", "ThunderKittens")):
-        if "error" in found[key] and not found["prebuilt"].get("kernels"):
-            first = found[key]["error"].splitlines()[0].rstrip(":")
-            lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
-    absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]
-    if absent:
-        lines.append(f"no Triton baselines ({', '.join(absent)} missing): pip install 'tfla_tk[baselines]'")
-    return lines

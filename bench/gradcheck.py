@@ -17,52 +17,45 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from tfla_tk.calls.mlstm import check_mlstm
-from tfla_tk.core.errors import UnsupportedError
-from tfla_tk.ops import mlstm as ops
-
-from . import accuracy, compare, environment, fla
-from .accuracy import RANDOM, Truth
-from .gradcheck_cases import (
-    CASES,
-    DEFAULT_CASES,
-    GATES,
-    OP,
-    PROBLEMS,
-    WHICH,
-    Case,
-    Checked,
-    Problem,
-    Settings,
-    compute_truth,
-    gradients,
-    make_case,
-)
-from .gradcheck_report import print_contest, print_head, row_of
-from .inputs import DTYPES, OFFSETS
+from . import accuracy, compare, environment, fla, report
+from .accuracy import AS_GIVEN
+from .gradcheck_cases import CASES, DEFAULT_CASES, GATES, PROBLEMS, Case, cases_of, make_case
 from .operators import OPERATORS, Operator
-from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release, unserved
-from .shapes import CHUNK, Shape
-from .usage import UsageError, check_outputs
-from .variants import FAMILIES, Variant, check_named, find_variants
+from .results import rounded
+from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, guard, lifted_guard, release, unserved
+from .shapes import Shape, parse_shapes
+from .usage import UsageError, add_options, check_outputs, names
+from .variants import Variant, check_named, find_variants
 
-CPU_SHAPES = (Shape(2, 64, 2, 16, 32), Shape(1, 100, 2, 32, 64))
+CPU_SHAPES = parse_shapes("2x64x2x16x32,1x100x2x32x64")
 # the third has a tail, the last is cut into segments
-GPU_SHAPES = (
-    Shape(2, 512, 4, 128, 256),
-    Shape(1, 512, 2, 256, 512),
-    Shape(1, 1000, 2, 64, 64),
-    Shape(1, 8192, 4, 128, 256),
-)
-WITH_OP = ("mlstm_exp", "mlstm_sig")
+GPU_SHAPES = parse_shapes("2x512x4x128x256,1x512x2x256x512,1x1000x2x64x64,1x8192x4x128x256")
+WHICH = "fwdbwd"
+
+
+class Settings(NamedTuple):
+    """What all checks of one run share."""
+
+    device: torch.device
+    dtype: str
+    seed: int
+
+
+class Checked(NamedTuple):
+    """What one variant did in one case. form: of the reference that is the truth."""
+
+    operator: Operator
+    case: Case
+    form: str
+    outcome: Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,19 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_problem_arguments(
         parser,
         shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one",
-        families=(*FAMILIES, OP),
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--cases",
-        type=compare.names(CASES),
+        type=names(CASES),
         metavar="CASE,..",
         help=f"gates ({', '.join(GATES)}), with +initial (from a state), +last (gradients of the last state) "
         f"(default: {', '.join(DEFAULT_CASES)}; of packed sequences these without +last)",
     )
-    add("--dtype", choices=list(DTYPES), help="of q, k, v (default: bf16 on a GPU, fp32 without one)")
-    add("--seed", type=int, default=0, help="of the random inputs (default: 0)")
-    add("--json", type=Path, metavar="PATH", help="write every error as JSON")
+    add_options(parser, "--dtype", "--seed")
+    add_options(parser, "--json", help="write every error as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,49 +81,42 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: a backend or a shape that cannot be checked, or a file that cannot be written.
     """
-    on_gpu = torch.cuda.is_available()
-    check_named([OPERATORS[op] for op in args.op], _without_op(args.backends))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = environment.current_device()
+    on_gpu = device.type == "cuda"
+    check_named([OPERATORS[op] for op in args.op], args.backends)
     shapes: Sequence[Shape] = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     if any(shape.T < 2 for shape in shapes):
         raise UsageError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
-    cases = None if args.cases is None else [CASES[name] for name in args.cases]
-    if cases is not None and any(shape.N for shape in shapes) and any(case.last for case in cases):
+    if any(shape.N for shape in shapes) and any(CASES[name].last for name in args.cases or ()):
         raise UsageError("--cases: expected none with +last for packed sequences, such as default+initial")
     settings = Settings(device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
     facts = environment.provenance(device)
     served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
-    variants_of = {op: find_checked(OPERATORS[op], args.backends, on_gpu=on_gpu) for op in args.op}
+    variants_of = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu) for op in args.op}
+    problems = [(op, problem) for op in args.op for problem in PROBLEMS[op]]
     contests = [
-        (problem, shape, variants_of[op])
-        for op in args.op
-        for problem in PROBLEMS[op]
+        (problem, shape, cases_of(problem, shape, args.cases), variants_of[op])
+        for op, problem in problems
         for shape in served[op]
         if variants_of[op]
     ]
     check_outputs(args)
     environment.fetch_thunderkittens()
-    console = compare.make_console()
-    print_head(console, settings, facts, [problem.operator for op in args.op for problem in PROBLEMS[op]])
+    console = report.make_console()
+    _print_head(console, settings, facts, [problem for _, problem in problems])
     found: list[Checked] = []
-    with compare.make_progress() as bar:
-        steps = sum(
-            len(problem.cases(cases or default_cases(shape))) * (1 + len(variants))
-            for problem, shape, variants in contests
-        )
-        task = bar.add_task("", total=steps)
+    with report.make_progress() as bar:
+        task = bar.add_task("", total=sum(len(cases) * len(variants) for _, _, cases, variants in contests))
 
         def advance(label: str) -> None:
             bar.update(task, advance=1, description=label)
 
-        for problem, shape, variants in contests:
+        for problem, shape, cases, variants in contests:
             checked = [
-                one
-                for case in problem.cases(cases or default_cases(shape))
-                for one in run_case(problem, shape, case, variants, settings, advance)
+                one for case in cases for one in run_case(problem, shape, case, variants, settings, advance)
             ]
             release(device)
-            print_contest(console, checked, settings.dtype)
+            _print_contest(console, checked, settings.dtype)
             found += checked
     counts = Counter(one.outcome.status for one in found)
     console.print(
@@ -141,117 +124,130 @@ def run(args: argparse.Namespace) -> int:
         f"{counts[UNSUPPORTED]} not served."
     )
     if args.json:
-        lines = [json.dumps({**row_of(one, settings), **facts}, allow_nan=False) for one in found]
+        lines = [json.dumps({**_row_of(one, settings), **facts}, allow_nan=False) for one in found]
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    return 1 if has_failed(found) else 0
-
-
-def default_cases(shape: Shape) -> list[Case]:
-    """DEFAULT_CASES, of packed sequences without the gradients of their last states.
-
-    The truth is computed on sequences that are padded to the longest, whose last states are others.
-    """
-    cases = [CASES[name] for name in DEFAULT_CASES]
-    if shape.N is None:
-        return cases
-    return list(dict.fromkeys(case._replace(last=False) for case in cases))
-
-
-def find_checked(operator: Operator, backends: Sequence[str] | None, *, on_gpu: bool) -> list[Variant]:
-    """The variants to check: those of `find_variants`, and without a GPU the registered op.
-
-    Raises:
-        UsageError: a name that is no backend, or the op on a GPU.
-    """
-    if backends is not None and OP in backends and on_gpu:
-        raise UsageError(f"--backends: {OP} is the registered op on a CPU; on a GPU that is tk")
-    found = find_variants(operator, _without_op(backends), on_gpu=on_gpu)
-    if OP in backends if backends is not None else not on_gpu and operator.name in WITH_OP:
-        found.append(Variant(OP, OP, named=backends is not None))
-    return found
-
-
-def _without_op(backends: Sequence[str] | None) -> list[str] | None:
-    return None if backends is None else [name for name in backends if name != OP]
+    return 1 if _has_failed(found) else 0
 
 
 def run_case(
-    problem: Problem,
+    operator: Operator,
     shape: Shape,
     case: Case,
     variants: Sequence[Variant],
     settings: Settings,
     advance: Callable[[str], object] = lambda label: None,
 ) -> list[Checked]:
-    """Check every variant in one case; whatever one raises is its outcome."""
-    tensors, cotangents = make_case(problem, shape, case, settings)
-    form, truth = compute_truth(problem, shape, tensors, cotangents)
-    title = f"{problem.title}, {shape}, {case}"
-    advance(f"{title}: fp64 reference")
+    """Check every variant in one case; whatever one raises is its outcome.
+
+    Args:
+        advance: called with a label after each variant.
+    """
+    tensors, cotangents = make_case(operator, shape, case, *settings)
+    truth = accuracy.compute_truth(operator, shape, tensors, cotangents, kinds=(AS_GIVEN,), recurrent=True)
+    del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks
     found = []
     for variant in variants:
-        outcome = Outcome(problem.operator.name, shape, WHICH, variant)
-        guard(outcome, partial(_check, problem, outcome, tensors, cotangents, truth, settings))
-        found.append(Checked(problem, case, form, outcome))
-        advance(f"{title}: {variant.call}")
+        outcome = Outcome(operator.name, shape, WHICH, variant)
+        with lifted_guard(operator, [variant], WHICH, settings.device) as lifted:
+            outcome.notes += [f"{variant.call}: {fla.NOTE}"] * lifted
+            work = partial(check, operator, outcome, tensors, cotangents, truth, AS_GIVEN, settings.dtype)
+            guard(outcome, work)
+        found.append(Checked(operator, case, truth.form, outcome))
+        advance(f"{_title_of(operator)}, {shape}, {case}: {variant.call}")
     return found
 
 
-def _check(
-    problem: Problem,
-    outcome: Outcome,
-    tensors: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    truth: Truth,
-    settings: Settings,
-) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance."""
-    refuse_quadratic(outcome)
-    operator = problem.operator
-    if outcome.variant.call == OP:
-        function: Callable[..., Any] = partial(_registered_op, problem)
-    else:
-        options = {**operator.options, **operator.decay_options}
-        function = partial(operator.function_of(outcome.variant.call), **options)
-    accuracy.poison(tensors["v"].numel() * tensors["v"].element_size(), settings.device)
-    guard = settings.device.type == "cuda" and outcome.variant.call == fla.VARIANT
-    with fla.lifted_guard(operator.function) if guard else nullcontext(False) as lifted:
-        outcome.errors = truth.errors(RANDOM, gradients(function, operator, tensors, cotangents))
-    outcome.notes += [f"{outcome.variant.call}: {fla.NOTE}"] * bool(lifted)
-    outcome.notes += [truth.picks.left_out] * truth.partial
-    wrong = accuracy.failures(outcome.errors, operator.tolerances(settings.dtype))
-    if wrong:
-        outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
-
-
-def _registered_op(problem: Problem, *, return_last_states: bool = False, **tensors: Any) -> Any:
-    """The path of the tk backend with the op's own implementation for the tensors' device."""
-    if problem.operator.name not in WITH_OP:
-        raise UnsupportedError(OP, f"no registered op of {problem.operator.name} is checked", "name others")
-    q, k, v, i, f = (tensors[name] for name in "qkvif")
-    c, n, m = (tensors.get(f"{name}_initial") for name in "cnm")
-    call = check_mlstm(
-        q,
-        k,
-        v,
-        i,
-        f,
-        c,
-        n,
-        m,
-        sigmoid_gate=not problem.operator.constants,
-        normalize=problem.normalize,
-        return_last_states=return_last_states,
-        eps=1e-6,
-        chunk_size=CHUNK,
-    )
-    return ops.mlstm(call, q, k, v, i, f, c, n, m, tensors.get(OFFSETS))
-
-
-def has_failed(found: Iterable[Checked]) -> bool:
+def _has_failed(found: Iterable[Checked]) -> bool:
     """Whether something of ours or something named is wrong, or a named variant or family served no case."""
     outcomes = [one.outcome for one in found]
     return bool(unserved(outcomes)) or any(
         outcome.status == FAILED and (outcome.variant.named or outcome.variant.family != "triton")
         for outcome in outcomes
     )
+
+
+def _print_head(
+    console: Console, settings: Settings, facts: Mapping[str, Any], chosen: Iterable[Operator]
+) -> None:
+    console.print(f"{environment.heading(facts)}; {settings.dtype}")
+    limits: dict[float, dict[str, None]] = {}
+    for operator in chosen:
+        for name, limit in operator.tolerances(settings.dtype).items():
+            if name != operator.output:
+                limits.setdefault(limit, {})[name] = None
+    told = "; ".join(f"{', '.join(names)} {limit:.3g}" for limit, names in limits.items())
+    if settings.device.type != "cuda":
+        console.print("No CUDA GPU: the forms of the PyTorch reference.")
+    console.print("Error: relative Frobenius against the fp64 reference on the same inputs.")
+    console.print(f"Past tolerance where marked with '!': {told}.\n", soft_wrap=True)
+
+
+def _print_contest(console: Console, checked: Sequence[Checked], dtype: str) -> None:
+    """The table of one problem and shape, then why rows have no figures."""
+    operator, _, form, first = checked[0]
+    title = f"{_title_of(operator)}, gradients, {first.shape}; truth: {form} in fp64"
+    report.print_table(console, title, _errors_table(checked, dtype))
+    reasons: dict[str, list[str]] = {}
+    for _, case, _, outcome in checked:
+        if outcome.status != OK and not outcome.errors:
+            line = f"{outcome.variant.call}: {outcome.status}: {outcome.reason}"
+            reasons.setdefault(line, []).append(str(case))
+    cases = len({one.case for one in checked})
+    lines = [line + ("" if len(told) == cases else f" [{', '.join(told)}]") for line, told in reasons.items()]
+    lines += dict.fromkeys(note for one in checked for note in one.outcome.notes)
+    report.print_lines(console, [*(f"  {line}" for line in lines), ""])
+
+
+def _title_of(operator: Operator) -> str:
+    """For example "mLSTM, sigmoid input gate, normalize=False"."""
+    chosen = [f"{name}={value}" for name, value in operator.options.items()]
+    return ", ".join([report.TITLES[operator.name], *chosen])
+
+
+def _errors_table(checked: Sequence[Checked], dtype: str) -> Table:
+    """A row per case and variant of one problem and shape, a column per gradient."""
+    operator = checked[0].operator
+    # as the reference names them: a variant that was not served has none
+    names = [f"d{name}" for name in ("q", "k", "v", *operator.gates, *operator.parameters)]
+    if any(one.case.initial for one in checked):
+        names += [f"d{name}" for name in operator.states]
+    table = report.make_table("case", "backend", numbers=names)
+    limits = operator.tolerances(dtype)
+    for place, (_, case, _, outcome) in enumerate(checked):
+        cells = [_cell(name, outcome.errors, limits) for name in names]
+        if not outcome.errors:
+            cells[0] = Text(outcome.status)
+        ends = place + 1 == len(checked) or checked[place + 1].case != case
+        style = "" if outcome.errors else "dim"
+        table.add_row(str(case), Text(outcome.variant.call), *cells, style=style, end_section=ends)
+    return table
+
+
+def _cell(name: str, errors: Mapping[str, float], limits: Mapping[str, float]) -> Text:
+    if name not in errors:
+        return Text("")
+    if accuracy.failures({name: errors[name]}, limits):
+        return Text(f"{errors[name]:.1e}!", style="bold red")
+    return Text(f"{errors[name]:.1e} ")
+
+
+def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:
+    """One check as it stands in the JSON file; an error that is not finite is null."""
+    operator, case, form, outcome = checked
+    errors, limits = outcome.errors, operator.tolerances(settings.dtype)
+    return {
+        "op": outcome.op,
+        "normalize": "n_initial" in operator.states,
+        "options": operator.options,
+        "shape": outcome.shape.as_dict(),
+        "case": str(case),
+        "backend": outcome.variant.call,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "truth": form,
+        "partial": outcome.partial,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "rel_err": {name: rounded(x, 3) if x == x else None for name, x in errors.items()},
+        "tolerance": {name: limits[name] for name in errors},
+    }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
 
 from .shapes import Shape
 
@@ -32,18 +36,17 @@ def mlstm_inputs(
     Returns:
         q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S], and cu_seqlens where sequences are packed.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    normal = _normal(device, seed)
     rows = (shape.B, shape.H, shape.T)
     found = {
-        name: _ordered(torch.randn(*rows, dim, generator=generator, dtype=dtype, device=device), layout)
+        name: _ordered(normal(*rows, dim, dtype=dtype), layout)
         for name, dim in (("q", shape.K), ("k", shape.K), ("v", shape.V))
     }
-    found["i"] = torch.randn(rows, generator=generator, device=device)
-    found["f"] = torch.randn(rows, generator=generator, device=device) + forget_bias
+    found |= {"i": normal(*rows), "f": normal(*rows) + forget_bias}
     return found | packed_offsets(shape, device, seed)
 
 
-def scalar_decay_inputs(
+def linear_inputs(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device,
@@ -51,119 +54,56 @@ def scalar_decay_inputs(
     seed: int = 0,
     forget_bias: float = FORGET_BIAS,
     *,
-    gated: bool = True,
+    decay: Literal["head", "channel", "parameters"] | None = None,
+    beta: bool = False,
+    raw: bool = False,
 ) -> dict[str, Tensor]:
-    """q, k, v, N(0, 1), and g = logsigmoid(N(0, 1) + forget_bias) of one call of the scalar-decay family.
+    """Inputs of one call of an operator with FLA's signature: q, k, v ~ N(0, 1), and its gates.
 
     Args:
-        dtype: of q, k, v; g is fp32.
-        layout: "bnsd", the default: the operator has one memory order, contiguous as it takes the tensors.
+        dtype: of q, k, v; the gates are fp32.
+        layout: "bnsd", the default: these operators have one memory order, contiguous as they take tensors.
         seed: equal seeds give equal values on one device.
-        gated: with g; the decay of retention and Lightning is no input.
+        decay: None without g. "head": g = logsigmoid(N(0, 1) + forget_bias) [B, T, HV]. "channel": the same
+            [B, T, H, K]. "parameters": g = N(0, 1) + FORGET_BIAS - forget_bias [B, T, HV], and A_log,
+            dt_bias [HV], of which the operator makes the decay -e^A_log softplus(g + dt_bias) as models begin
+            with: e^A_log from 1 to 16, softplus(dt_bias) from 0.001 to 0.1.
+        beta: of the delta rule: q and k of norm 1, and beta = sigmoid(N(0, 1)) [B, T, HV].
+        raw: q and k as they are drawn, and beta before the sigmoid.
 
     Returns:
-        q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV], and cu_seqlens where sequences are packed.
+        q, k [B, T, H, K], v [B, T, HV, V], g, beta, A_log, dt_bias in the order of the functions' arguments,
+        and cu_seqlens where sequences are packed.
 
     Raises:
         ValueError: another layout.
     """
     if layout != LAYOUTS[0]:
         raise ValueError(f"layout: expected {LAYOUTS[0]}, [B, T, H, D] has no other here; got {layout!r}")
-    generator = torch.Generator(device).manual_seed(seed)
-    found = {
-        name: torch.randn(shape.B, shape.T, heads, dim, generator=generator, dtype=dtype, device=device)
-        for name, heads, dim in (
-            ("q", shape.H, shape.K),
-            ("k", shape.H, shape.K),
-            ("v", shape.value_heads, shape.V),
-        )
-    }
-    if gated:
-        raw = torch.randn(shape.B, shape.T, shape.value_heads, generator=generator, device=device)
-        found["g"] = torch.nn.functional.logsigmoid(raw + forget_bias)
-    return found | packed_offsets(shape, device, seed)
+    normal, more = _normal(device, seed), _normal(device, seed + 1)
+    rows = (shape.B, shape.T, shape.value_heads)
+    found = {name: normal(shape.B, shape.T, shape.H, shape.K, dtype=dtype) for name in "qk"}
+    found["v"] = normal(*rows, shape.V, dtype=dtype)
+    if decay == "head":
+        found["g"] = logsigmoid(normal(*rows) + forget_bias)
+    elif decay == "channel":
+        found["g"] = logsigmoid(more(shape.B, shape.T, shape.H, shape.K) + forget_bias)
+    parameters = {}
+    if decay == "parameters":
+        generator = torch.Generator(device).manual_seed(seed + 2)
+        g = torch.randn(rows, generator=generator, device=device)
+        rate, step = torch.rand(2, shape.value_heads, generator=generator, device=device)
+        step = 0.001 * 100**step
+        found["g"] = g + FORGET_BIAS - forget_bias
+        parameters = {"A_log": torch.log(1 + 15 * rate), "dt_bias": step + torch.log(-torch.expm1(-step))}
+    if beta:
+        found["beta"] = more(*rows) if raw else torch.sigmoid(more(*rows))
+        if not raw:
+            found |= {name: normalize(found[name].float(), dim=-1).to(dtype) for name in "qk"}
+    return found | parameters | packed_offsets(shape, device, seed)
 
 
-def gla_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
-) -> dict[str, Tensor]:
-    """q, k, v as of the scalar decay, and g = logsigmoid(N(0, 1) + forget_bias) of every key channel.
-
-    Returns:
-        q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K] in fp32, and cu_seqlens where sequences are packed.
-
-    Raises:
-        ValueError: another layout.
-    """
-    found = scalar_decay_inputs(shape, dtype, device, layout, seed, gated=False)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    raw = torch.randn(shape.B, shape.T, shape.H, shape.K, generator=generator, device=device)
-    return found | {"g": torch.nn.functional.logsigmoid(raw + forget_bias)}
-
-
-def delta_rule_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
-    *,
-    gated: bool = True,
-    raw: bool = False,
-) -> dict[str, Tensor]:
-    """q and k of norm 1, v, g as of the scalar decay, and beta = sigmoid(N(0, 1)) of one call.
-
-    Args:
-        gated: with g. raw: q and k as they are drawn, and beta before the sigmoid.
-        others: as of `scalar_decay_inputs`.
-
-    Returns:
-        q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV] in fp32, and cu_seqlens where sequences are
-        packed.
-
-    Raises:
-        ValueError: another layout.
-    """
-    found = scalar_decay_inputs(shape, dtype, device, layout, seed, forget_bias, gated=gated)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    beta = torch.randn(shape.B, shape.T, shape.value_heads, generator=generator, device=device)
-    if raw:
-        return found | {"beta": beta}
-    unit = {name: torch.nn.functional.normalize(found[name].float(), dim=-1).to(dtype) for name in "qk"}
-    return found | unit | {"beta": torch.sigmoid(beta)}
-
-
-def gate_parameter_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
-) -> dict[str, Tensor]:
-    """Raw inputs of the delta rule whose log decay is -e^A_log softplus(g + dt_bias), as models begin with.
-
-    Returns:
-        as `delta_rule_inputs` with raw, but g = N(0, 1) + FORGET_BIAS - forget_bias, and A_log, dt_bias [HV]
-        in fp32: e^A_log from 1 to 16, and softplus(dt_bias) from 0.001 to 0.1.
-
-    Raises:
-        ValueError: another layout.
-    """
-    found = delta_rule_inputs(shape, dtype, device, layout, seed, forget_bias, raw=True)
-    generator = torch.Generator(device).manual_seed(seed + 2)
-    heads = shape.value_heads
-    g = torch.randn(shape.B, shape.T, heads, generator=generator, device=device)
-    rate, step = torch.rand(2, heads, generator=generator, device=device)
-    step = 0.001 * 100**step
-    parameters = {"A_log": torch.log(1 + 15 * rate), "dt_bias": step + torch.log(-torch.expm1(-step))}
-    return found | {"g": g + FORGET_BIAS - forget_bias} | parameters
+delta_rule_inputs = partial(linear_inputs, decay="head", beta=True)  # of the gated one
 
 
 def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, Tensor]:
@@ -176,9 +116,12 @@ def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, T
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:
     """A random gradient of the output, N(0, 1), in its dtype and memory order."""
-    generator = torch.Generator(output.device).manual_seed(seed)
-    values = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
-    return torch.empty_like(output).copy_(values)
+    return torch.empty_like(output).copy_(_normal(output.device, seed)(*output.shape, dtype=output.dtype))
+
+
+def _normal(device: torch.device, seed: int) -> partial[Tensor]:
+    """A function of sizes whose results follow one another in one random sequence."""
+    return partial(torch.randn, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def _ordered(tensor: Tensor, layout: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""A byte-level language model in the shape of xLSTM-7B: mLSTM layers and gated MLPs, each behind a norm.
+"""A byte-level language model in the shape of xLSTM-7B, mLSTM layers and gated MLPs, and how one is trained.
 
 Source: Beck et al., "xLSTM 7B: A Recurrent LLM for Fast and Efficient Inference" (2025). The mLSTM itself
 comes as a function, so that models differ in the backend alone.
@@ -6,7 +6,7 @@ comes as a function, so that models differ in the backend alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ VOCABULARY = 256
 NORM_EPS = 1e-6
 GATE_CAP = 15.0
 FORGET_BIASES = (3.0, 6.0)
+GRADIENT_NORM = 1.0  # that gradients are clipped to
 
 Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -102,3 +103,38 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
+
+
+def train(
+    model: nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    batches: Tensor,
+    rates: Sequence[float],
+    *,
+    autocast: bool,
+    advance: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Train with AdamW, and return the loss of each step [steps] in nats per token.
+
+    Args:
+        logits_of: logits [B, S, vocabulary] of tokens [B, S] by the model.
+        batches: of each step [steps, B, S + 1], int64, on the model's device.
+        rates: of each step, the learning rate.
+        autocast: to bf16, over the parameters as they are.
+        advance: called after each step.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    losses = torch.empty(len(batches), device=batches.device)
+    for step, (tokens, rate) in enumerate(zip(batches, rates, strict=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            logits = logits_of(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+        advance()
+    return losses

@@ -1,144 +1,313 @@
-"""One phase of `python -m tfla_tk.bench model`, in a process of its own.
-
-    python -m tfla_tk.bench.model_phases TASK.json JOURNAL
+"""The phases of `python -m tfla_tk.bench model`: the models, the kernels they call, their times and errors.
 
 The phases run xlstm's xLSTMLarge on several kernels in turn: the same weights and inputs, rounds in which
-each of them has one run. Every fact goes into the journal as it is known, one JSON object per line, so that
-it survives a compiler that aborts the process; `model_step` reads them.
+each of them has one run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from .model_agreement import agreement
-from .model_task import (
-    AGREEMENT,
-    INDUCTOR,
-    KERNELS,
-    LOSS_TOKENS,
-    Bound,
-    Note,
-    Task,
-    bind,
-    bindings,
-    build,
-    kept_dtype,
-    random_tokens,
-    recomputed,
-    release_memory,
-    verdict,
-)
-from .timing import (
-    CpuStopwatch,
-    CudaStopwatch,
-    Stopwatch,
-    SyncStopwatch,
-    Timing,
-    capture,
-    time_one,
-)
+from tfla_tk.integrations import xlstm
+from tfla_tk.integrations.xlstm import modules
+
+from .model import train
+from .results import FP32_NATIVE
+from .runner import FAILED, release, verdict_on
+from .shapes import ModelShape
+from .text import make_text, windows
+from .timing import CudaStopwatch, HostStopwatch, Stopwatch, Timing, capture, time_one
+
+CPU = torch.device("cpu")
+AGREEMENT = "agreement"
+TRUTH, NOISE = FP32_NATIVE, "reference"  # of the agreement; the noise is that of the reference in bf16
+INPUT_BIAS, FORGET_BIASES = -3.0, (3.0, 6.0)
+# chunkwise kernel, chunk size and step kernel; the step does not depend on the chunks
+NATIVE = ("chunkwise--native_autograd", 64, "native")
+# the fastest correct one on record, and the default of xlstm's models
+TRITON = {
+    "triton:xl_chunk_128": ("chunkwise--triton_xl_chunk", 128, "triton"),
+    "triton:limit_chunk_64": ("chunkwise--triton_limit_chunk", 64, "triton"),
+}
+STEP = "triton:step"
+BASELINES = {"native": NATIVE, **TRITON, STEP: TRITON["triton:limit_chunk_64"]}
+# Triton 3.6 aborts the process when it compiles the forward kernel of these over 16-bit gates
+FP32_GATES = frozenset({"triton:xl_chunk_128"})
+
+LOSS_TOKENS = 1024  # of a sequence whose logits are in memory at a time, while training
+TEXT_BYTES = 2**20
+WARM_UP_RATE = 10  # steps
+# the mLSTM kernels of this package and of mlstm_kernels; the latter compiles gate arithmetic by inductor
+KERNELS = ("mlstm", "recurrent_step_fw_kernel")
+INDUCTOR = "triton_"
 
 
-def perform(task: Task, note: Note) -> None:
-    """Do the task; `note` is called with the fields of every fact.
+@dataclass(frozen=True)
+class Losses:
+    """The trainings whose losses are compared: layers, batch, tokens of a sequence, steps, learning rate."""
 
-    Noted are, with the variant's name: `running` before it does anything; with the `batch`, figures (`ms`,
-    `p20`, `p80`, `repeats`, `peak_mem_mb`, `graph_ms`, `kernel_share`); `errors` as `agreement` tells;
-    `status` and `reason` where it raised.
+    layers: int
+    batch: int
+    length: int
+    steps: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a phase does.
+
+    Attributes:
+        phase: "train", "prefill", "decode" or AGREEMENT.
+        width, heads, vocabulary, layers: of the model; q and k have half the head's width.
+        batches: one measurement for each. length: tokens of a sequence; for AGREEMENT, of the prompt.
+        repeats: timed runs. tokens: decoded one by one for AGREEMENT. losses: for AGREEMENT alone.
+        variants: a backend of tfla_tk ("tk"), or a key of BASELINES: mlstm_kernels as its users run it.
     """
-    if task.on_gpu:
-        torch.cuda.set_device(task.device)
-    (agreement if task.phase == AGREEMENT else measure)(task, note)
+
+    phase: str
+    width: int
+    heads: int
+    vocabulary: int
+    layers: int
+    batches: tuple[int, ...]
+    length: int
+    repeats: int = 1
+    tokens: int = 16
+    losses: Losses | None = None
+    variants: tuple[str, ...] = ()
+    device: torch.device = CPU
+    seed: int = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Of the weights for inference; states are fp32."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def shape(self, batch: int) -> ModelShape:
+        """The shape of the rows with a batch."""
+        dim_v = self.width // self.heads
+        return ModelShape(batch, self.length, self.heads, dim_v // 2, dim_v, self.layers, self.width)
+
+    def random_tokens(self, batch: int, length: int) -> Tensor:
+        """[batch, length] int64 on the device, from the seed."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randint(self.vocabulary, (batch, length), generator=generator).to(self.device)
 
 
-def measure(task: Task, note: Note) -> None:
+@dataclass
+class Figures:
+    """What was measured of a variant with a batch: times, memory in 2^20 bytes, the kernels' share."""
+
+    times: Timing
+    peak_mem_mb: float | None = None
+    graph_ms: float | None = None
+    kernel_share: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of a variant in a phase.
+
+    Attributes:
+        figures: by batch.
+        errors: of the agreement, by the phase that they are of.
+        status, reason: why there are none, or no more.
+    """
+
+    variant: str
+    figures: dict[int, Figures] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    status: str = ""
+    reason: str = ""
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What the work gives; None where it raises, which is the outcome then.
+
+        Errors that are no fault of the variant alone are raised: no memory, or a GPU that has failed.
+        """
+        try:
+            return work()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            self.status, self.reason = verdict_on(error)
+            return None
+
+
+def perform(task: Task) -> tuple[Task, list[Outcome]]:
+    """Do a task at the largest batch that fits.
+
+    Returns:
+        The task as it was done at last, and the outcomes of its variants; those of the agreement with TRUTH
+        and NOISE.
+    """
+    while True:
+        try:
+            return task, agreement(task) if task.phase == AGREEMENT else measure(task)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        finally:
+            release(task.device)
+        if task.batches[-1] == 1:
+            return task, [Outcome(variant, status=FAILED, reason=reason) for variant in task.variants]
+        task = replace(task, batches=tuple(max(1, batch // 2) for batch in task.batches))
+
+
+# The model
+
+
+# layers, and what each of them calls
+Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
+
+
+def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """An xLSTMLarge with weights from the seed, on the task's device; its gates open and remember.
+
+    Gates start between short and long memory, and from an input bias at which losses of the first steps
+    repeat within rounding.
+    """
+    large = importlib.import_module("xlstm.xlstm_large.model")
+    kernel, chunk_size, step = NATIVE
+    config = large.xLSTMLargeConfig(
+        embedding_dim=task.width,
+        num_heads=task.heads,
+        num_blocks=layers or task.layers,
+        vocab_size=task.vocabulary,
+        mode=mode,
+        return_last_states=True,  # without it xLSTMLarge cannot unpack what its layers return
+        chunkwise_kernel=kernel,
+        sequence_kernel="native_sequence__native",
+        step_kernel=step,
+        chunk_size=chunk_size,
+    )
+    torch.manual_seed(task.seed)
+    with task.device:
+        model = large.xLSTMLarge(config)
+    for block in model.backbone.blocks:
+        layer = block.mlstm_layer
+        for gate in (layer.igate_preact, layer.fgate_preact):
+            nn.init.normal_(gate.weight, 0.0, 0.02)
+        nn.init.constant_(layer.igate_preact.bias, INPUT_BIAS)
+        layer.fgate_preact.bias.data.copy_(torch.linspace(*FORGET_BIASES, task.heads))
+    return model.to(dtype)
+
+
+# activation checkpointing; there is no dropout
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def bindings(model: nn.Module, variant: str) -> Bound:
+    """What the model's mLSTM layers call on a variant; `bind` puts it in.
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+    layers = list(modules.backends_of(model).values())
+    if variant not in BASELINES:
+        xlstm.replace(model, backend=variant)
+        return [(layer, modules.functions(layer)) for layer in layers]
+    for layer in layers:
+        config: Any = layer.config
+        config.chunkwise_kernel, config.chunk_size, config.step_kernel = BASELINES[variant]
+    xlstm.restore(model)
+    found = [(layer, modules.functions(layer)) for layer in layers]
+    if variant in FP32_GATES:
+        found = [(layer, (*given[:3], *map(_with_fp32_gates, given[3:]))) for layer, given in found]
+    return found
+
+
+def bind(found: Bound) -> None:
+    """Have the layers call what `bindings` found."""
+    for layer, functions in found:
+        modules.set_functions(layer, functions)
+
+
+def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's pass over gates cast to fp32, without autocast, which would cast them back."""
+
+    def call(*, q: Tensor, i: Tensor, f: Tensor, **rest: Any) -> Any:
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q=q, i=i.float(), f=f.float(), **rest)
+
+    return call
+
+
+# Figures
+
+
+def measure(task: Task) -> list[Outcome]:
     """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches, last.
 
-    A variant that raises is out, the others go on; where memory does not suffice, nothing goes on.
+    A variant that raises is out, the others go on.
     """
     if task.phase == "train":
         model = build(task, "train", torch.float32)
     else:
-        model = build(task, "inference", kept_dtype(task)).eval()
+        model = build(task, "inference", task.kept_dtype).eval()
     make_step = {"train": _training, "prefill": _prefill, "decode": _decode}[task.phase](task, model)
     stopwatch = _stopwatch(task)
-    bound: dict[str, Bound] = {}
-    for variant in task.variants:
-        note(variant=variant, running=True)
-        try:
-            bound[variant] = bindings(model, variant)
-        except Exception as error:
-            note(variant=variant, **verdict(error))
+    outcomes = [Outcome(variant) for variant in task.variants]
+    bound = {each.variant: each.run(partial(bindings, model, each.variant)) for each in outcomes}
+
+    def run(outcome: Outcome, work: Callable[[], Any]) -> Any:
+        if outcome.status:
+            return None
+        bind(bound[outcome.variant])
+        return outcome.run(work)
+
     for batch in task.batches:
         step = make_step(batch)
-        for variant in list(bound):
-            try:
-                note(variant=variant, running=True)
-                bind(bound[variant])
-                step()
-            except Exception as error:
-                note(variant=variant, batch=batch, **verdict(error))
-                del bound[variant]
-                if isinstance(error, torch.OutOfMemoryError):
-                    return
-                release_memory(task)
-        _time(task, batch, step, bound, stopwatch, note)
+        for outcome in outcomes:
+            run(outcome, step)
+            if outcome.status:
+                release(task.device)
+        singles = [
+            (outcome.variant, run(outcome, partial(_single_run, task, step, stopwatch)))
+            for _ in range(task.repeats)
+            for outcome in outcomes
+        ]
+        for outcome in outcomes:
+            own = [single for variant, single in singles if variant == outcome.variant and single]
+            if not outcome.status:
+                times, memory = zip(*own, strict=True)
+                peak = max(memory) if task.on_gpu else None
+                outcome.figures[batch] = Figures(Timing.of(list(times)), peak)
+        if task.phase == "decode" and task.on_gpu:
+            for outcome in outcomes:
+                graph_ms = run(outcome, partial(_graph_ms, task, step, stopwatch))
+                if not outcome.status:
+                    outcome.figures[batch].graph_ms = graph_ms
+    for batch in task.batches if task.on_gpu else ():
+        step = make_step(batch)
+        for outcome in outcomes:
+            share = run(outcome, partial(_kernel_share, step, task.device))
+            if not outcome.status:
+                outcome.figures[batch].kernel_share = share
+    return outcomes
+
+
+def _single_run(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> tuple[float, float]:
+    """ms, and all that was allocated at the peak in 2^20 bytes."""
     if task.on_gpu:
-        for batch in task.batches:
-            step = make_step(batch)
-            for variant, found in bound.items():
-                note(variant=variant, running=True)
-                bind(found)
-                share = _kernel_share(step, torch.device(task.device))
-                note(variant=variant, batch=batch, kernel_share=share)
-
-
-def _time(
-    task: Task,
-    batch: int,
-    step: Callable[[], object],
-    bound: Mapping[str, Bound],
-    stopwatch: Stopwatch,
-    note: Note,
-) -> None:
-    """Rounds of one run of every variant, then replays of its CUDA graph where that is how it is used."""
-    times: dict[str, list[float]] = {variant: [] for variant in bound}
-    memory: dict[str, list[float]] = {variant: [] for variant in bound}
-    for _ in range(task.repeats):
-        for variant, found in bound.items():
-            note(variant=variant, running=True)
-            bind(found)
-            if task.on_gpu:
-                torch.cuda.reset_peak_memory_stats(task.device)
-            read = stopwatch.run(step)
-            stopwatch.wait()
-            times[variant].append(read())
-            if task.on_gpu:
-                memory[variant].append(torch.cuda.max_memory_allocated(task.device) / 2**20)
-    for variant in bound:
-        facts = dataclasses.asdict(Timing.of(times[variant]))
-        if memory[variant]:
-            facts["peak_mem_mb"] = max(memory[variant])
-        note(variant=variant, batch=batch, **facts)
-    if task.phase == "decode" and task.on_gpu:
-        for variant, found in bound.items():
-            note(variant=variant, running=True)
-            bind(found)
-            note(variant=variant, batch=batch, graph_ms=_graph_ms(task, step, stopwatch))
-            release_memory(task)
+        torch.cuda.reset_peak_memory_stats(task.device)
+    read = stopwatch.run(step)
+    stopwatch.wait()
+    return read(), torch.cuda.max_memory_allocated(task.device) / 2**20 if task.on_gpu else 0.0
 
 
 def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
@@ -148,7 +317,7 @@ def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
 
     def make_step(batch: int) -> Callable[[], object]:
-        tokens = random_tokens(task, batch, task.length + 1)
+        tokens = task.random_tokens(batch, task.length + 1)
         return partial(_training_step, model, optimizer, tokens, autocast=task.on_gpu)
 
     return make_step
@@ -177,19 +346,19 @@ def _prefill(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     """Prompts through the model in one pass, with the logits of every token and the state."""
 
     def make_step(batch: int) -> Callable[[], object]:
-        return torch.no_grad()(partial(model, random_tokens(task, batch, task.length)))
+        return torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
 
     return make_step
 
 
 def _decode(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     """Tokens from the token and the state before, greedily; both are overwritten."""
-    dim_qk, dim_v = task.head_dims
+    dims = task.shape(1)
 
     def make_step(batch: int) -> Callable[[], object]:
-        token = random_tokens(task, batch, 1)
+        token = task.random_tokens(batch, 1)
         zeros = partial(torch.zeros, batch, task.heads, device=task.device)
-        state = {layer: (zeros(dim_qk, dim_v), zeros(dim_qk), zeros(1)) for layer in range(task.layers)}
+        state = {layer: (zeros(dims.K, dims.V), zeros(dims.K), zeros(1)) for layer in range(task.layers)}
 
         @torch.no_grad()
         def step() -> None:
@@ -232,33 +401,102 @@ def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
 
 def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:
     """Median over replays of a CUDA graph of the step; None where it cannot be captured."""
-    captured = capture(step, torch.device(task.device))
-    if captured is None:
-        return None
-    return time_one(captured.replay, task.repeats, stopwatch).ms
+    captured = capture(step, task.device)
+    return None if captured is None else time_one(captured.replay, task.repeats, stopwatch).ms
 
 
 def _stopwatch(task: Task) -> Stopwatch:
     """Long steps are timed without an untimed run and without a flush of the L2 cache before."""
-    if not task.on_gpu:
-        return CpuStopwatch()
-    device = torch.device(task.device)
-    return CudaStopwatch(device) if task.phase == "decode" else SyncStopwatch(device)
+    events = task.phase == "decode" and task.on_gpu
+    return CudaStopwatch(task.device) if events else HostStopwatch(task.device)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Perform the task of a file and write the journal."""
-    task, journal = Task.load(Path(argv[0])), Path(argv[1])
-    with journal.open("w", encoding="utf-8") as file:
-
-        def note(**fact: Any) -> None:
-            # at once: the process may not live to close the file
-            file.write(json.dumps(fact) + "\n")
-            file.flush()
-
-        perform(task, note)
-    return 0
+# Agreement
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def agreement(task: Task) -> list[Outcome]:
+    """Logits and first losses of every variant against mlstm_kernels' fp32 native path, TRUTH.
+
+    Errors of "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
+    difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in the
+    same dtypes: what rounding around the mLSTM comes to.
+    """
+    names = (NOISE, *(name for name in task.variants if name != NOISE))
+    outcomes = {name: Outcome(name) for name in (TRUTH, *names)}
+    for kinds, results_of, difference in (
+        (("prefill", "decode"), _logits(task, names), relative_error),
+        (("train",), _losses(task, names), largest_difference),
+    ):
+        truth: tuple[Tensor, ...] = ()
+        for name, compute in results_of:
+            found = outcomes[name].run(compute)
+            truth = found if name == TRUTH else truth
+            if found and truth:
+                pairs = zip(kinds, found, truth, strict=True)
+                outcomes[name].errors |= {kind: difference(own, exact) for kind, own, exact in pairs}
+    return list(outcomes.values())
+
+
+# names, and functions that compute their results; TRUTH comes first
+Collected = Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]
+
+
+def _logits(task: Task, names: Sequence[str]) -> Collected:
+    """fp32 logits of a prompt and of tokens that follow it one by one; the weights are rounded for all."""
+    truth = build(task, "inference", torch.float32).eval()
+    with torch.no_grad():
+        for parameter in truth.parameters():
+            parameter.copy_(parameter.to(task.kept_dtype))
+    model = build(task, "inference", task.kept_dtype).eval()
+    text = make_text(TEXT_BYTES, task.seed)
+    prompt = windows(text, (1,), task.length + task.tokens, task.seed).to(task.device)
+
+    @torch.no_grad()
+    def logits(model: Any, name: str) -> tuple[Tensor, ...]:
+        bind(bindings(model, name))
+        first, state = model(prompt[:, : task.length])
+        decoded = []
+        for token in prompt[:, task.length :].split(1, dim=1):
+            out, state = model(token, state)
+            decoded.append(out.float())
+        return first.float(), torch.cat(decoded, dim=1)
+
+    yield TRUTH, partial(logits, truth, "native")
+    for name in names:
+        yield name, partial(logits, model, name)
+
+
+def _losses(task: Task, names: Sequence[str]) -> Collected:
+    """Losses of the first training steps from the same weights, over the same batches."""
+    plan = task.losses
+    if plan is None:
+        return
+    model = build(replace(task, vocabulary=256), "train", torch.float32, plan.layers)
+    start = {name: x.clone() for name, x in model.state_dict().items()}
+    text = make_text(TEXT_BYTES, task.seed)
+    batches = windows(text, (plan.steps, plan.batch), plan.length + 1, task.seed).to(task.device)
+    rates = [plan.rate * min(1.0, (step + 1) / WARM_UP_RATE) for step in range(plan.steps)]
+
+    def losses(name: str, autocast: bool) -> tuple[Tensor, ...]:
+        model.load_state_dict(start)
+        bind(bindings(model, name))
+        return (train(model, lambda tokens: model(tokens)[0], batches, rates, autocast=autocast),)
+
+    yield TRUTH, partial(losses, "native", False)
+    for name in names:
+        yield name, partial(losses, name, task.on_gpu)
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Relative Frobenius error; NaN where one is not finite."""
+    return _finite_or_nan((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+def largest_difference(found: Tensor, truth: Tensor) -> float:
+    """NaN where one is not finite."""
+    return _finite_or_nan((found.double() - truth.double()).abs().max())
+
+
+def _finite_or_nan(x: Tensor) -> float:
+    # a table and a results row take either as "no figure"
+    return x.item() if x.isfinite() else math.nan

@@ -14,17 +14,11 @@ import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import (
-    OFFSETS,
-    delta_rule_inputs,
-    gate_parameter_inputs,
-    gla_inputs,
-    mlstm_inputs,
-    scalar_decay_inputs,
-)
+from .inputs import OFFSETS, linear_inputs, mlstm_inputs
 from .shapes import Cost, Shape, cost
 from .usage import UsageError
 
+FORMS = ("recurrent", "parallel", "chunkwise")  # of the reference
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
 KINK = 1e-3
 
@@ -65,8 +59,8 @@ class Operator:
         function: the public function of tfla_tk, which takes `backend=`; looked up when it is called.
         inputs: makes the inputs, in the order of the function's parameters, and cu_seqlens where sequences
             are packed.
-        truth: the reference's chunkwise form; it is called with fp64 inputs, chunk_size, `options` and, where
-            there is a `decay`, g_gamma.
+        truth: the reference's chunkwise form; it is called by keywords with fp64 inputs, chunk_size,
+            `options` and, where there is a `decay`, g_gamma.
         options: keyword arguments of function and truth besides the inputs.
         recurrent: the reference's recurrent form, of the arguments of `truth` without chunk_size.
         layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
@@ -82,7 +76,6 @@ class Operator:
         has_value_heads: v may have more heads than q and k.
         at_kink: of the inputs in fp64, the rows [B, NH, S] where the gradient jumps and rounding decides it;
             None where it never does.
-        forms: variants of the reference backend, all of which are compared where there is no GPU.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
         baseline_tolerances: of the Triton kernel's output per dtype, where BASELINE_LIMITS is not what it is
@@ -108,20 +101,20 @@ class Operator:
     decay_options: dict[str, Any] = field(default_factory=dict)
     has_value_heads: bool = False
     at_kink: Callable[..., Tensor] | None = None
-    forms: tuple[str, ...] = ("recurrent", "parallel", "chunkwise")
     baseline_omits_normaliser: bool = False
     baseline_tolerances: dict[str, float] = field(default_factory=dict)
     baseline_unchecked: tuple[str, ...] = ()
     runs_in_graphs: bool = False
 
-    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
-        """The output of one backend, without states.
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Any:
+        """What the function of one backend returns.
 
         Args:
             backend: as the public function takes it.
-            tensors: the inputs in their order. offsets: cu_seqlens, where sequences are packed.
+            tensors: the inputs in their order.
+            named: initial states, parameters and cu_seqlens by their names.
         """
-        return output_of(self.function_of(backend)(*tensors, **offsets, **self.options, **self.decay_options))
+        return self.function_of(backend)(*tensors, **named, **self.options, **self.decay_options)
 
     def function_of(self, backend: str) -> Callable[..., Any]:
         """What computes the operator on a backend: the public function, or FLA's own for "triton:fla"."""
@@ -143,6 +136,14 @@ class Operator:
             raise UsageError(
                 f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"
             )
+
+    def is_state(self, name: str) -> bool:
+        """Whether a tensor, or the gradient "d<name>" of one, is of an initial or of the last state."""
+        return bool({name, name.removeprefix("d")} & {*self.states, *self.constants})
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether it has one number per head of v."""
+        return bool({name, name.removeprefix("d")} & {*self.parameters})
 
     def head_first(self, tensor: Tensor) -> Tensor:
         """A view [B, H, T(, D)] of a tensor of all tokens; of such a view the tensor again."""
@@ -201,25 +202,37 @@ def _lightning_decay(heads: int, device: torch.device) -> Tensor:
     return reference.lightning_log_decay(heads, **LIGHTNING_LAYER, dtype=torch.float64, device=device)
 
 
-def _scalar_decay(name: str, function: str, **fields: Any) -> Operator:
-    """An operator of the scalar-decay family, with FLA's signature."""
-    gates = fields.get("gates", ())
-    return Operator(
-        name,
-        function,
-        partial(scalar_decay_inputs, gated=bool(gates)),
-        reference.simple_gla_chunkwise,
-        recurrent=reference.simple_gla_recurrent,
-        layout="bshd",
-        output="o",
-        states={"initial_state": "KV"},
-        last="output_final_state",
-        **{"gates": gates, **fields},
-    )
+def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **fields: Any) -> Operator:
+    """An operator with FLA's signature.
+
+    Args:
+        form: the name of its reference, where it is another.
+    """
+    form = form or name
+    decay: Any = None
+    if "g" in gates:
+        decay = "channel" if name == "gla" else "head"
+    given: dict[str, Any] = {
+        "function": f"chunk_{name}",
+        "inputs": partial(linear_inputs, decay=decay, beta="beta" in gates),
+        "truth": getattr(reference, f"{form}_chunkwise"),
+        "recurrent": getattr(reference, f"{form}_recurrent"),
+        "layout": "bshd",
+        "output": "o",
+        "gates": gates,
+        "states": {"initial_state": "KV"},
+        "last": "output_final_state",
+    }
+    return Operator(name, **{**given, **fields})
+
+
+# flags of the gated delta rule: for raw q, k and beta; for a decay made of g by A_log and dt_bias
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+GATE_PARAMETERS = {"use_gate_in_kernel": True}
 
 
 def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
-    """A form of the reference that makes q, k, beta and g of raw inputs, by the public function's flags."""
+    """A form of the reference that makes q, k, beta and, of the gate parameters, g of raw inputs."""
 
     def function(
         q: Tensor,
@@ -230,61 +243,32 @@ def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
         *,
         A_log: Tensor | None = None,
         dt_bias: Tensor | None = None,
-        use_gate_in_kernel: bool = False,
-        use_qk_l2norm_in_kernel: bool,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
         **options: Any,
     ) -> Any:
-        assert use_qk_l2norm_in_kernel and use_beta_sigmoid_in_kernel
-        if use_gate_in_kernel:
-            assert A_log is not None
+        if A_log is not None:
             g = reference.delta_log_decay(g, A_log, dt_bias)
-        q, k = reference.l2_norm(q), reference.l2_norm(k)
-        return form(q, k, v, g, reference.writing_strength(beta, allow_neg_eigval), **options)
+        beta = reference.writing_strength(beta, RAW["allow_neg_eigval"])
+        others = {name: value for name, value in options.items() if name not in (*RAW, *GATE_PARAMETERS)}
+        return form(reference.l2_norm(q), reference.l2_norm(k), v, g, beta, **others)
 
     return function
 
 
-def raw_delta_rule(operator: Operator) -> Operator:
-    """The gated delta rule with flags for the norm of q and k and for 2 sigmoid(beta)."""
+def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Operator:
+    """The gated delta rule with flags for the norm of q and k and for 2 sigmoid(beta).
+
+    Args:
+        gate_parameters: its log decay is made of g by A_log and dt_bias, too.
+    """
+    assert operator.recurrent is not None
+    decay: Any = "parameters" if gate_parameters else "head"
     return replace(
         operator,
-        inputs=partial(delta_rule_inputs, raw=True),
-        truth=_raw_delta_rule(reference.gated_delta_rule_chunkwise),
-        recurrent=_raw_delta_rule(reference.gated_delta_rule_recurrent),
-        options={
-            "use_qk_l2norm_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True,
-            "allow_neg_eigval": True,
-        },
-    )
-
-
-def with_gate_parameters(operator: Operator) -> Operator:
-    """The gated delta rule of raw inputs, its log decay made of g by A_log and dt_bias, too."""
-    return replace(
-        operator,
-        inputs=gate_parameter_inputs,
-        options={**operator.options, "use_gate_in_kernel": True},
-        parameters=("A_log", "dt_bias"),
-    )
-
-
-def _delta_rule(name: str, gates: tuple[str, ...]) -> Operator:
-    """An operator of the delta rule, with FLA's signature."""
-    return Operator(
-        name,
-        f"chunk_{name}",
-        partial(delta_rule_inputs, gated="g" in gates),
-        getattr(reference, f"{name}_chunkwise"),
-        recurrent=getattr(reference, f"{name}_recurrent"),
-        layout="bshd",
-        output="o",
-        gates=gates,
-        states={"initial_state": "KV"},
-        last="output_final_state",
-        has_value_heads=True,
+        inputs=partial(linear_inputs, decay=decay, beta=True, raw=True),
+        truth=_raw_delta_rule(operator.truth),
+        recurrent=_raw_delta_rule(operator.recurrent),
+        options=RAW | (GATE_PARAMETERS if gate_parameters else {}),
+        parameters=("A_log", "dt_bias") if gate_parameters else (),
     )
 
 
@@ -313,25 +297,18 @@ OPERATORS: dict[str, Operator] = {
             states={"c_initial": "KV"},
             baseline_unchecked=("df",),
         ),
-        _scalar_decay("simple_gla", "chunk_simple_gla", gates=("g",), has_value_heads=True),
-        _scalar_decay("retention", "chunk_retention", decay=_retention_decay),
-        _scalar_decay(
-            "lightning", "chunk_lightning_attn", decay=_lightning_decay, decay_options=LIGHTNING_LAYER
+        _linear("simple_gla", ("g",), has_value_heads=True),
+        _linear("retention", form="simple_gla", decay=_retention_decay),
+        _linear(
+            "lightning",
+            form="simple_gla",
+            function="chunk_lightning_attn",
+            decay=_lightning_decay,
+            decay_options=LIGHTNING_LAYER,
         ),
-        Operator(
-            "gla",
-            "chunk_gla",
-            gla_inputs,
-            reference.gla_chunkwise,
-            recurrent=reference.gla_recurrent,
-            layout="bshd",
-            output="o",
-            gates=("g",),
-            states={"initial_state": "KV"},
-            last="output_final_state",
-        ),
-        _delta_rule("delta_rule", ("beta",)),
-        _delta_rule("gated_delta_rule", ("g", "beta")),
+        _linear("gla", ("g",)),
+        _linear("delta_rule", ("beta",), has_value_heads=True),
+        _linear("gated_delta_rule", ("g", "beta"), has_value_heads=True),
     )
 }
 # what --op takes as well: public function -> name

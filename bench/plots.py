@@ -1,5 +1,4 @@
-"""Plots: results rows as bars per shape, or as lines over the length where only that differs; speed-ups; loss
-curves."""
+"""Plots: results rows as bars per shape; speed-ups; loss curves."""
 
 from __future__ import annotations
 
@@ -8,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from .report import PASS_TITLES, TITLES, conditions_title, milliseconds, name_of
-from .results import Pair, Row, conditions_of, pairs, shape_of
+from .results import Pair, Row, conditions_of, shape_of
 from .usage import UsageError
-
-LEAST_SWEEP = 3
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
@@ -30,10 +27,7 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
         figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
         axes.set_title(title)
-        if is_sweep(chosen):
-            _lines(axes, chosen)
-        else:
-            _bars(axes, chosen)
+        _bars(axes, chosen)
         axes.set_yscale("log")
         axes.set_ylabel("ms")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
@@ -131,37 +125,6 @@ def _save(figure: Any, path: Path) -> None:
 def _title(row: Row) -> str:
     parts = (TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(*conditions_of(row)))
     return ", ".join(filter(None, parts))
-
-
-def is_sweep(rows: Sequence[Row]) -> bool:
-    """Whether the rows are one sweep: several lengths at one number of tokens, heads and head dims alike."""
-    shapes = {shape_of(row) for row in rows}
-    alike = {(shape.B * shape.T, shape.H, shape.HV, shape.K, shape.V, shape.N) for shape in shapes}
-    return len(alike) == 1 and len(shapes) >= LEAST_SWEEP
-
-
-def sweep_lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The lines of a sweep: tk as shipped and the best baseline; every backend where one is missing."""
-    found = pairs(rows)
-    ours = [pair.ours for pair in found if pair.ours is not None]
-    theirs = [pair.theirs for pair in found if pair.theirs is not None]
-    if ours and theirs:
-        return {"tk": ours, "best baseline": theirs}
-    return {
-        name: [row for row in rows if name_of(row) == name]
-        for name in dict.fromkeys(name_of(row) for row in rows)
-    }
-
-
-def _lines(axes: Any, rows: Sequence[Row]) -> None:
-    for name, chosen in sweep_lines(rows).items():
-        points = sorted((shape_of(row).T, row["ms"]) for row in chosen)
-        axes.plot([length for length, _ in points], [ms for _, ms in points], marker="o", label=name)
-    shape = shape_of(rows[0])
-    lengths = sorted({shape_of(row).T for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xlabel(f"sequence length at {shape.B * shape.T:,} tokens, {shape.H} heads, {shape.K}/{shape.V}")
 
 
 def _bars(axes: Any, rows: Sequence[Row]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
@@ -43,6 +45,9 @@ HEADLINE = (
     ("gated_delta_rule", Shape(8, 8192, 16, 128, 128)),
 )
 
+# a column of a table: its header, and the cell of an item
+Columns = Sequence[tuple[str, Callable[[Any], str]]]
+
 
 def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
@@ -53,12 +58,19 @@ def render(rows: Sequence[Row]) -> str:
     """
     parts: list[str] = []
     for op in OPS:
+        own = [row for row in rows if row["op"] == op]
+        if op == STEP:
+            parts.append(_steps(own))
+            continue
         for which in PASSES:
-            chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
-            parts.append(_contest(op, which, [row for row in chosen if not sweep_only(row)]))
-            parts.append(_baselines(op, which, chosen))
-            parts += _sweeps(op, which, [row for row in chosen if in_sweep(row)])
-        parts.append(_hosts(op, [row for row in rows if row["op"] == op]))
+            chosen = [row for row in own if row["pass"] == which]
+            title = f"{TITLES[op]}, {PASS_TITLES[which]}"
+            found = pairs(row for row in chosen if not sweep_only(row))
+            parts.append(_section(title, CONTEST, found, _origin(found)))
+            if op in PACKAGES:
+                parts.append(_packages(f"{title}, every package", chosen))
+            parts += _sweeps(f"{title}, over the length", [row for row in chosen if in_sweep(row)])
+        parts.append(_hosts(f"{TITLES[op]}, host", own))
     parts.append(_models([row for row in rows if row["op"] == MODEL]))
     parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in ABLATED]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
@@ -80,7 +92,7 @@ def headline(rows: Sequence[Row]) -> list[Pair]:
 
 def _place(row: Row) -> int | None:
     """Where a row stands in HEADLINE."""
-    entry = (row["op"], None if row["op"] == MODEL else shape_of(row))
+    entry = (row["op"], shape_of(row))
     return HEADLINE.index(entry) if entry in HEADLINE else None
 
 
@@ -129,75 +141,129 @@ def update(path: Path, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
-    """tk against the best baseline, one line per problem; empty where no row is of either."""
-    if op == STEP:
-        return _steps(rows)
-    found = pairs(rows)
-    if not found:
+def _section(title: str, columns: Columns, items: Sequence[Any], caption: str) -> str:
+    """A heading, a table with a line per item, and what is said below it; empty where there is no item."""
+    if not items:
         return ""
-    header = (
-        "Shape",
-        "dtype",
-        "tk ms",
-        "baseline ms",
-        "best baseline",
-        "speed-up",
-        "TFLOP/s",
-        "GB/s",
-        "roofline",
-        "error",
-        "peak MB, tk",
-        "peak MB, baseline",
-    )
-    table = _markdown(header, [_cells(pair) for pair in found])
-    return f"### {TITLES[op]}, {PASS_TITLES[which]}\n\n{table}\n\n{_origin(found)}"
+    ruler = ["---", *["---:"] * (len(columns) - 1)]
+    lines = [[cell(item) for _, cell in columns] for item in items]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in ([name for name, _ in columns], ruler, *lines))
+    return f"### {title}\n\n{table}\n\n{caption}"
 
 
-def _baselines(op: str, which: str, rows: Sequence[Row]) -> str:
+def _origin(found: Sequence[Pair | Row]) -> str:
+    """The GPUs and the runs."""
+    rows = [each.shown if isinstance(each, Pair) else each for each in found]
+    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
+    runs = sorted({row["run"] for row in rows})
+    return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
+
+
+# Cells of a row
+
+
+Cell = Callable[[Row], str]
+
+
+def _of(cell: Cell, row: Row | None) -> str:
+    return "-" if row is None else cell(row)
+
+
+def _ours(cell: Cell) -> Callable[[Pair], str]:
+    return lambda pair: _of(cell, pair.ours)
+
+
+def _theirs(cell: Cell) -> Callable[[Pair], str]:
+    return lambda pair: _of(cell, pair.theirs)
+
+
+def _ms(row: Row) -> str:
+    return milliseconds(row["ms"])
+
+
+def _graph_ms(row: Row) -> str:
+    return milliseconds(row["graph_ms"]) if "graph_ms" in row else "-"
+
+
+def _variant(row: Row) -> str:
+    return str(row["backend"].partition(":")[2])
+
+
+def _roofline(row: Row) -> str:
+    return "-" if row["roofline"] is None else f"{row['roofline']:.0%}"
+
+
+def _error(row: Row) -> str:
+    return errors_of(row["rel_err"])
+
+
+def _memory(row: Row) -> str:
+    return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb']:.0f}"
+
+
+def _ratio(theirs: float | None, ours: float | None) -> str:
+    return f"{theirs / ours:.2f}x" if theirs and ours else "-"
+
+
+def _ratio_of_rows(pair: Pair) -> str:
+    return f"{pair.speed_up:.2f}x" if pair.speed_up else "-"
+
+
+# Tables
+
+PROBLEM: Columns = (
+    ("Shape", lambda pair: problem_title(pair.shown)),
+    ("dtype", lambda pair: pair.shown["dtype"]),
+)
+TIMES: Columns = (
+    ("tk ms", _ours(_ms)),
+    ("baseline ms", _theirs(_ms)),
+    ("best baseline", _theirs(_variant)),
+    ("speed-up", _ratio_of_rows),
+)
+CONTEST: Columns = (
+    *PROBLEM,
+    *TIMES,
+    ("TFLOP/s", _ours(lambda row: f"{row['tflops']:.0f}")),
+    ("GB/s", _ours(lambda row: f"{row['gbps']:.0f}")),
+    ("roofline", _ours(_roofline)),
+    ("error", _ours(_error)),
+    ("peak MB, tk", _ours(_memory)),
+    ("peak MB, baseline", _theirs(_memory)),
+)
+
+
+def _packages(title: str, rows: Sequence[Row]) -> str:
     """The times of several packages beside tk, one line per problem of which a run has more than one.
 
     The variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest.
     """
-    if op not in PACKAGES:
-        return ""
-    found = [pair for pair in pairs(rows) if pair.ours is not None and pair.theirs is not None]
     by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if is_baseline(row):
             by_contest.setdefault(contest_of(row), {})[row["backend"]] = row
-    shown = [pair for pair in found if len(by_contest[contest_of(pair.shown)]) > 1]
-    if not shown:
-        return ""
-    names = sorted({name for pair in shown for name in by_contest[contest_of(pair.shown)]})
-    lines = []
-    for pair in shown:
-        theirs = by_contest[contest_of(pair.shown)]
-        cells = [problem_title(pair.shown), pair.shown["dtype"], milliseconds(pair.shown["ms"])]
-        for name in names:
-            cells += _beside(pair.shown, theirs.get(name))
-        lines.append(cells)
-    each = [part for name in names for part in (f"{_package(name)} ms", "speed-up", "error", "peak MB")]
-    table = _markdown(("Shape", "dtype", "tk ms", *each), lines)
-    return f"### {TITLES[op]}, {PASS_TITLES[which]}, every package\n\n{table}\n\n{_origin(shown)}"
+
+    def packages(pair: Pair) -> dict[str, Row]:
+        return by_contest.get(contest_of(pair.shown), {})
+
+    shown = [pair for pair in pairs(rows) if pair.ours and pair.theirs and len(packages(pair)) > 1]
+    columns = [*PROBLEM, TIMES[0]]
+    for name in sorted({name for pair in shown for name in packages(pair)}):
+
+        def against(cell: Callable[[Pair], str], name: str = name) -> Callable[[Pair], str]:
+            return lambda ours: cell(Pair(ours.shown, ours.ours, packages(ours).get(name)))
+
+        columns += [
+            (f"{name.partition(':')[2]} ms", against(_theirs(_ms))),
+            ("speed-up", against(_ratio_of_rows)),
+            ("error", against(_theirs(_error))),
+            ("peak MB", against(_theirs(_memory))),
+        ]
+    return _section(title, columns, shown, _origin(shown))
 
 
-def _beside(ours: Row, theirs: Row | None) -> list[str]:
-    """A package's time, tk's speed-up over it, its error and peak memory."""
-    if theirs is None:
-        return ["-"] * 4
-    ratio = f"{theirs['ms'] / ours['ms']:.2f}x"
-    return [milliseconds(theirs["ms"]), ratio, errors_of(theirs["rel_err"]), _memory(theirs)]
-
-
-def _package(backend: str) -> str:
-    return backend.partition(":")[2]
-
-
-def _hosts(op: str, rows: Sequence[Row]) -> str:
+def _hosts(title: str, rows: Sequence[Row]) -> str:
     """The host's time of short calls, of the latest run; empty where no row tells how many kernels it has."""
-    if op == STEP:
-        return ""
     latest: dict[tuple[object, ...], Row] = {}
     for row in rows:
         named = row["backend"] == "tk" and row["schedule"] != "sequential"
@@ -205,87 +271,61 @@ def _hosts(op: str, rows: Sequence[Row]) -> str:
         wanted = "launch_us" in row and "host_us" in row and (named or is_baseline(row))
         if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
             latest[key] = row
-    if not latest:
-        return ""
-    header = ("Shape", "pass", "backend", "call ms", "graph ms", "host us", "launches", "beyond them us")
-    lines = [
-        [
-            problem_title(row),
-            PASS_TITLES[row["pass"]],
-            row["backend"],
-            milliseconds(row["ms"]),
-            milliseconds(row["graph_ms"]) if "graph_ms" in row else "-",
-            f"{row['host_us']:.0f}",
-            str(row["launches"]),
-            f"{row['host_us'] - row['launch_us']:.0f}",
-        ]
-        for row in latest.values()
-    ]
-    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel"
-    origin = _origin_of(list(latest.values()))
-    return f"### {TITLES[op]}, host\n\n{_markdown(header, lines)}\n\n{caption}.\n\n{origin}"
+    columns: Columns = (
+        ("Shape", problem_title),
+        ("pass", lambda row: PASS_TITLES[row["pass"]]),
+        ("backend", lambda row: row["backend"]),
+        ("call ms", _ms),
+        ("graph ms", _graph_ms),
+        ("host us", lambda row: f"{row['host_us']:.0f}"),
+        ("launches", lambda row: str(row["launches"])),
+        ("beyond them us", lambda row: f"{row['host_us'] - row['launch_us']:.0f}"),
+    )
+    found = list(latest.values())
+    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel."
+    return _section(title, columns, found, f"{caption}\n\n{_origin(found)}")
 
 
 def _steps(rows: Sequence[Row]) -> str:
     """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
     found = pairs(rows)
-    if not found:
-        return ""
     in_place = {contest_of(row): row for row in rows if row["backend"] == IN_PLACE}
-    header = (
-        "Shape",
-        "dtype",
-        "tk ms",
-        "in place ms",
-        "Triton ms",
-        "speed-up",
-        "of the copy rate",
-        "plain call, tk ms",
-        "plain call, Triton ms",
-        "error",
+
+    def graph_ms(row: Row | None) -> float | None:
+        return None if row is None else row.get("graph_ms")
+
+    def share(row: Row) -> str:
+        graph = graph_ms(row)
+        return f"{row['roofline'] * row['ms'] / graph:.0%}" if graph and row["roofline"] else "-"
+
+    columns: Columns = (
+        *PROBLEM,
+        ("tk ms", _ours(_graph_ms)),
+        ("in place ms", lambda pair: _of(_graph_ms, in_place.get(contest_of(pair.shown)))),
+        ("Triton ms", _theirs(_graph_ms)),
+        ("speed-up", lambda pair: _ratio(graph_ms(pair.theirs), graph_ms(pair.ours))),
+        ("of the copy rate", _ours(share)),
+        ("plain call, tk ms", _ours(_ms)),
+        ("plain call, Triton ms", _theirs(_ms)),
+        ("error", _ours(_error)),
     )
-    lines = []
-    for pair in found:
-        ours, theirs = pair.ours, pair.theirs
-        times = [_graph_ms(row) for row in (ours, in_place.get(contest_of(pair.shown)), theirs)]
-        plain = [milliseconds(row["ms"]) if row else "-" for row in (ours, theirs)]
-        share = ours["roofline"] * ours["ms"] / times[0] if ours and times[0] and ours["roofline"] else None
-        lines.append(
-            [
-                problem_title(pair.shown),
-                pair.shown["dtype"],
-                *("-" if ms is None else milliseconds(ms) for ms in times),
-                f"{times[2] / times[0]:.2f}x" if times[0] and times[2] else "-",
-                "-" if share is None else f"{share:.0%}",
-                *plain,
-                errors_of(ours["rel_err"]) if ours else "-",
-            ]
-        )
     caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
-    return f"### {TITLES[STEP]}\n\n{_markdown(header, lines)}\n\n{caption}; {_origin(found)}"
+    return _section(TITLES[STEP], columns, found, f"{caption}; {_origin(found)}")
 
 
-def _graph_ms(row: Row | None) -> float | None:
-    return None if row is None else row.get("graph_ms")
-
-
-def _sweeps(op: str, which: str, rows: Sequence[Row]) -> list[str]:
+def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
     """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
     parts = []
     for dtype in sorted({row["dtype"] for row in rows if sweep_only(row)}):
         found = pairs(row for row in rows if row["dtype"] == dtype)
+        found.sort(key=lambda pair: pair.shown["shape"]["T"])
         if found:
-            parts.append(_sweep(op, which, sorted(found, key=lambda pair: pair.shown["shape"]["T"])))
+            shape = shape_of(found[0].shown)
+            what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {dtype}"
+            caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
+            columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
+            parts.append(_section(title, columns, found, caption))
     return parts
-
-
-def _sweep(op: str, which: str, found: Sequence[Pair]) -> str:
-    lines = [[str(pair.shown["shape"]["T"]), *_times(pair)] for pair in found]
-    table = _markdown(("T", "tk ms", "baseline ms", "best baseline", "speed-up"), lines)
-    shape = shape_of(found[0].shown)
-    what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {found[0].shown['dtype']}"
-    caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
-    return f"### {TITLES[op]}, {PASS_TITLES[which]}, over the length\n\n{table}\n\n{caption}"
 
 
 def _flatness(found: Sequence[Pair]) -> str:
@@ -297,109 +337,59 @@ def _flatness(found: Sequence[Pair]) -> str:
     return f"{max(times) / min(times):.2f}"
 
 
-def _times(pair: Pair) -> list[str]:
-    """ms of tk, of the best baseline, its name, and the speed-up."""
-    ours, theirs, ratio = pair.ours, pair.theirs, pair.speed_up
-    return [
-        milliseconds(ours["ms"]) if ours else "-",
-        milliseconds(theirs["ms"]) if theirs else "-",
-        theirs["backend"].partition(":")[2] if theirs else "-",
-        f"{ratio:.2f}x" if ratio else "-",
-    ]
-
-
-def _origin(found: Sequence[Pair]) -> str:
-    return _origin_of([pair.shown for pair in found])
-
-
-def _origin_of(rows: Sequence[Row]) -> str:
-    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
-    runs = sorted({row["run"] for row in rows})
-    return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
-
-
-def _cells(pair: Pair) -> list[str]:
-    ours = pair.ours
-    cells = [problem_title(pair.shown), pair.shown["dtype"], *_times(pair)]
-    if ours is None:
-        cells += ["-"] * 5
-    else:
-        share = "-" if ours["roofline"] is None else f"{ours['roofline']:.0%}"
-        cells += [
-            f"{ours['tflops']:.0f}",
-            f"{ours['gbps']:.0f}",
-            share,
-            errors_of(ours["rel_err"]),
-            _memory(ours),
-        ]
-    cells.append(_memory(pair.theirs))
-    return cells
-
-
 def _models(rows: Sequence[Row]) -> str:
     """Whole models, one line per phase and shape; empty where no row is of tk or Triton.
 
     Decoding is shown through CUDA graphs where both were captured.
     """
-    found = [pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)]
-    if not found:
-        return ""
-    header = (
-        "Phase",
-        "Model",
-        "tk ms",
-        "Triton ms",
-        "Triton",
-        "speed-up",
-        "tokens/s, tk",
-        "tokens/s, Triton",
-        "mLSTM kernels, tk",
-        "mLSTM kernels, Triton",
-        "peak GB, tk",
-        "peak GB, Triton",
-        "error, tk",
-        "error, Triton",
-    )
-    lines = []
-    for pair in found:
-        shown = [row for row in (pair.ours, pair.theirs) if row is not None]
-        phase = PASS_TITLES[pair.shown["pass"]]
-        if all("graph_ms" in row for row in shown):
-            phase += ", CUDA graph"
-            shown_ms = [row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs)]
-            pair = Pair(pair.shown, *shown_ms)
-        both = (pair.ours, pair.theirs)
-        figures = [[cell(row) if row else "-" for row in both] for cell in _MODEL_CELLS]
-        lines.append([phase, str(shape_of(pair.shown)), *_times(pair), *(x for two in figures for x in two)])
+    found = []
+    for pair in (pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)):
+        if all("graph_ms" in row for row in (pair.ours, pair.theirs) if row is not None):
+            ours, theirs = (row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs))
+            pair = Pair(pair.shown | {"graphs": True}, ours, theirs)
+        found.append(pair)
+
+    def phase(pair: Pair) -> str:
+        return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * ("graphs" in pair.shown)
+
+    def tokens_per_s(row: Row) -> str:
+        return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
+
+    def share(row: Row) -> str:
+        return f"{row['kernel_share']:.1%}" if "kernel_share" in row else "-"
+
+    def peak_gb(row: Row) -> str:
+        return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb'] / 1024:.1f}"
+
+    def error(row: Row) -> str:
+        return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
+
+    figures: dict[str, Cell] = {
+        "tokens/s": tokens_per_s,
+        "mLSTM kernels": share,
+        "peak GB": peak_gb,
+        "error": error,
+    }
+    columns: list[tuple[str, Callable[[Any], str]]] = [
+        ("Phase", phase),
+        ("Model", lambda pair: str(shape_of(pair.shown))),
+        ("tk ms", _ours(_ms)),
+        ("Triton ms", _theirs(_ms)),
+        ("Triton", _theirs(_variant)),
+        ("speed-up", _ratio_of_rows),
+    ]
+    for name, cell in figures.items():
+        columns += [(f"{name}, tk", _ours(cell)), (f"{name}, Triton", _theirs(cell))]
     caption = (
         "Peak: all that is allocated. mLSTM kernels: their share of the GPU's time. Error: against "
         "mlstm_kernels' fp32 native path, of logits relative Frobenius, of training the largest difference "
         "of the first losses in nats"
     )
-    return f"### {TITLES[MODEL]}\n\n{_markdown(header, lines)}\n\n{caption}; {_origin(found)}"
+    return _section(TITLES[MODEL], columns, found, f"{caption}; {_origin(found)}")
 
 
-def _tokens_per_s(row: Row) -> str:
-    return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
-
-
-def _kernel_share(row: Row) -> str:
-    return f"{row['kernel_share']:.1%}" if "kernel_share" in row else "-"
-
-
-def _peak_gb(row: Row) -> str:
-    return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb'] / 1024:.1f}"
-
-
-def _against_fp32(row: Row) -> str:
-    return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
-
-
-_MODEL_CELLS = (_tokens_per_s, _kernel_share, _peak_gb, _against_fp32)
-
-
-def _memory(row: Row | None) -> str:
-    return "-" if row is None or row["peak_mem_mb"] is None else f"{row['peak_mem_mb']:.0f}"
+def _schedule_ms(name: str, found: dict[str, Row]) -> str:
+    return _ms(found[name])
 
 
 def _ablation(op: str, rows: Sequence[Row]) -> str:
@@ -408,20 +398,11 @@ def _ablation(op: str, rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["schedule"]:
             contests.setdefault(contest_of(row), {})[row["schedule"]] = row
-    latest = {
-        problem_of(found["sequential"]): found for found in contests.values() if len(found) == len(SCHEDULES)
-    }
-    if not latest:
-        return ""
-    lines = [
-        [problem_title(found["sequential"]), *(milliseconds(found[name]["ms"]) for name in SCHEDULES)]
-        for found in latest.values()
-    ]
-    table = _markdown(("Shape", *(f"{name} ms" for name in SCHEDULES)), lines)
-    origin = _origin_of([found["sequential"] for found in latest.values()])
-    return f"### {TITLES[op]}, forward without and with overlap\n\n{table}\n\n{origin}"
-
-
-def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ruler, *lines))
+    both = [found for found in contests.values() if len(found) == len(SCHEDULES)]
+    latest = list({problem_of(found["sequential"]): found for found in both}.values())
+    columns: Columns = (
+        ("Shape", lambda found: problem_title(found["sequential"])),
+        *((f"{name} ms", partial(_schedule_ms, name)) for name in SCHEDULES),
+    )
+    origin = _origin([found["sequential"] for found in latest])
+    return _section(f"{TITLES[op]}, forward without and with overlap", columns, latest, origin)

@@ -1,11 +1,14 @@
-"""What a person reads: the table of one contest, and rows as CSV."""
+"""What a person reads: console, tables, the table of one contest, and rows as CSV."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,8 +24,8 @@ from .results import (
     shape_of,
 )
 from .runner import OK, Outcome
-from .shapes import Shape
 
+PIPED_WIDTH = 140
 TITLES = {
     "mlstm_exp": "mLSTM, exponential input gate",
     "mlstm_sig": "mLSTM, sigmoid input gate",
@@ -32,7 +35,6 @@ TITLES = {
     "gla": "GLA",
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
-    "kda": "KDA",
     "mlstm_step": "mLSTM, one step",
     "model_step": "xLSTM, whole model",
 }
@@ -78,46 +80,72 @@ def errors_of(errors: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-def contest_table(outcomes: Sequence[Outcome]) -> Table:
-    """The table of one contest; what was not timed stands there with the reason.
+def make_console() -> Console:
+    """The console that tables are printed to; wide enough for them where it is piped."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
-    Columns that no row fills (roofline and memory without a GPU) are left out.
-    """
-    first = outcomes[0]
-    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    best = baselines(rows)
-    on_gpu = any(row["gpu"] for row in rows)
-    columns = ["ms", *["speed-up"] * bool(best and on_gpu), "TFLOP/s" if on_gpu else "GFLOP/s", "GB/s"]
-    columns += ["roofline"] * any(row["roofline"] is not None for row in rows) + ["error"]
-    columns += ["peak MB"] * any(row["peak_mem_mb"] is not None for row in rows)
-    columns += ["host us"] * any("host_us" in row for row in rows)
-    columns += ["graph ms"] * any("graph_ms" in row for row in rows)
-    # a table may be narrower than its title, which rich would wrap
-    title = Text(
-        title_of(first.op, first.shape, first.which), style="table.title", no_wrap=True, overflow="ignore"
-    )
-    table = Table(title=title, title_justify="left", highlight=False)
-    table.add_column("backend", no_wrap=True)
-    for column in columns:
+
+def make_progress() -> Progress:
+    """A progress bar on stderr, so that the tables can be piped; hidden where that is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def print_table(console: Console, title: str, table: Table) -> None:
+    """A table below its title, which may be wider than it."""
+    console.print(Text(title, style="table.title"), soft_wrap=True)
+    console.print(table)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Lines as they are, whatever their length and whatever brackets are in them."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def make_table(*words: str, numbers: Iterable[str]) -> Table:
+    """A table with columns of words, then of numbers."""
+    table = Table(highlight=False)
+    for column in words:
+        table.add_column(column, no_wrap=True)
+    for column in numbers:
         table.add_column(column, justify="right")
-    for outcome in outcomes:
-        if outcome.row is not None:
-            cells = _cells(outcome.row, best.get(contest_of(outcome.row)))
-            table.add_row(Text(name_of(outcome.row)), *(cells[column] for column in columns))
-        else:
-            cells = dict.fromkeys(columns, "")
-            cells["ms"] = outcome.status
-            cells["error"] = errors_of(outcome.errors)
-            table.add_row(Text(outcome.variant.call), *(cells[column] for column in columns), style="dim")
     return table
 
 
+def filled_table(word: str, lines: Sequence[tuple[str, Mapping[str, str]]]) -> Table:
+    """A table of named lines of cells by column, which the longest line has all of.
+
+    Columns that no line fills are left out; a line with fewer cells than the longest is dim.
+    """
+    widest = max((cells for _, cells in lines), key=len)
+    columns = [column for column in widest if any(cells.get(column) for _, cells in lines)]
+    table = make_table(word, numbers=columns)
+    for name, cells in lines:
+        style = "dim" if len(cells) < len(widest) else ""
+        table.add_row(Text(name), *(cells.get(column, "") for column in columns), style=style)
+    return table
+
+
+def contest_table(outcomes: Sequence[Outcome]) -> Table:
+    """The table of one contest; what was not timed stands there with the reason."""
+    best = baselines(outcome.row for outcome in outcomes if outcome.row is not None)
+    lines = [
+        (outcome.variant.call, {"ms": outcome.status, "error": errors_of(outcome.errors)})
+        if outcome.row is None
+        else (name_of(outcome.row), _cells(outcome.row, best.get(contest_of(outcome.row))))
+        for outcome in outcomes
+    ]
+    return filled_table("backend", lines)
+
+
 def _cells(row: Row, best: Row | None) -> dict[str, str]:
+    on_gpu = row["gpu"] is not None
     return {
         "ms": milliseconds(row["ms"]),
-        "speed-up": f"{best['ms'] / row['ms']:.2f}x" if best is not None else "",
-        "TFLOP/s": f"{row['tflops']:.3g}",
-        "GFLOP/s": f"{1e3 * row['tflops']:.3g}",
+        "speed-up": f"{best['ms'] / row['ms']:.2f}x" if best is not None and on_gpu else "",
+        "TFLOP/s": f"{row['tflops']:.3g}" if on_gpu else "",
+        "GFLOP/s": "" if on_gpu else f"{1e3 * row['tflops']:.3g}",
         "GB/s": f"{row['gbps']:.3g}" if row["gbps"] < 1000 else f"{row['gbps']:.0f}",
         "roofline": f"{row['roofline']:.0%}" if row["roofline"] is not None else "",
         "error": errors_of(row["rel_err"]),
@@ -125,11 +153,6 @@ def _cells(row: Row, best: Row | None) -> dict[str, str]:
         "host us": f"{row['host_us']:.3g}" if "host_us" in row else "",
         "graph ms": milliseconds(row["graph_ms"]) if "graph_ms" in row else "",
     }
-
-
-def title_of(op: str, shape: Shape, which: str) -> str:
-    """The heading of one contest."""
-    return f"{TITLES[op]}, {PASS_TITLES[which]}, {shape}"
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
@@ -142,26 +165,13 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
     What a row lacks is an empty cell.
     """
-    errors = list(dict.fromkeys(name for row in rows for name in row["rel_err"]))
     plain = [key for key in REQUIRED if key not in ("op", "shape", "rel_err")]
-    header = [
-        "op",
-        "B",
-        "T",
-        "H",
-        "K",
-        "V",
-        "N",
-        "HV",
-        *plain,
-        *(f"rel_err_{name}" for name in errors),
-        *OPTIONAL,
-    ]
+    errors = dict.fromkeys(f"rel_err_{name}" for row in rows for name in row["rel_err"])
+    header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *OPTIONAL]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, header, restval="", extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, header, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
             named = {f"rel_err_{name}": error for name, error in row["rel_err"].items()}
-            filled = {key: value for key, value in row.items() if value is not None}
-            writer.writerow({**filled, **row["shape"], **named})
+            writer.writerow({**row, **row["shape"], **named})

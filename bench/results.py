@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .inputs import FORGET_BIAS, LAYOUTS
 from .shapes import MAIN, PASSES, PHASES, SWEEP, ModelShape, Shape
+from .timing import Timing
 
 Row = dict[str, Any]
 
@@ -27,11 +28,11 @@ OPS = (
     "gla",
     "delta_rule",
     "gated_delta_rule",
-    "kda",
     STEP,
     MODEL,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
+RECORD_REPEATS = 30  # timed runs of what goes on record
 SCHEDULES = ("sequential", "overlapped")  # of the ablation; null in other rows, whose kernels are overlapped
 ABLATED = ("mlstm_exp", "mlstm_sig")
 BASELINES = ("triton", "tilelang")  # families of backends that a speed-up is measured against
@@ -98,20 +99,14 @@ def validate(row: Any) -> None:
     unknown = [key for key in row if key not in REQUIRED and key not in OPTIONAL]
     if missing or unknown:
         raise ValueError(f"row: missing keys {missing}, unknown keys {unknown}")
-    for key, types in {**REQUIRED, **OPTIONAL}.items():
-        if key in row and (not isinstance(row[key], types) or isinstance(row[key], bool)):
-            names = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(f"row {key}: expected {names}, got {row[key]!r}")
-    if row["op"] not in OPS:
-        raise ValueError(f"row op: expected one of {', '.join(OPS)}, got {row['op']!r}")
-    for key, allowed in (
-        ("pass", passes_of(row["op"])),
-        ("schedule", (*SCHEDULES, None)),
-        ("layout", LAYOUTS),
-    ):
-        value = row.get(key, DEFAULTS.get(key))
-        if value not in allowed:
-            raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
+    for key, value in row.items():
+        _check_value(key, value, {**REQUIRED, **OPTIONAL}[key])
+    for name, error in row["rel_err"].items():
+        _check_value(f"rel_err {name}", error, _NUMBER)
+    _check_choice(row, "op", OPS)
+    _check_choice(row, "pass", passes_of(row["op"]))
+    _check_choice(row, "schedule", (*SCHEDULES, None))
+    _check_choice(row, "layout", LAYOUTS)
     try:
         shape_of(row)
     except TypeError as error:
@@ -123,15 +118,23 @@ def validate(row: Any) -> None:
     for key in ("tflops", "gbps"):
         if (row[key] is None) != (row["op"] == MODEL):
             raise ValueError(f"row {key}: expected null for {MODEL} and a number else, got {row[key]!r}")
-    numbers = {key: row[key] for key in (*REQUIRED, *OPTIONAL) if isinstance(row.get(key), (int, float))}
-    for key, value in {
-        **numbers,
-        **{f"rel_err {name}": error for name, error in row["rel_err"].items()},
-    }.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+
+
+def _check_value(key: str, value: Any, types: tuple[type, ...]) -> None:
+    if not isinstance(value, types) or isinstance(value, bool):
+        names = " or ".join(kind.__name__ for kind in types)
+        raise ValueError(f"row {key}: expected {names}, got {value!r}")
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value):
             raise ValueError(f"row {key}: expected a finite number, got {value!r}")
         if value < 0 and key != "forget_bias":
             raise ValueError(f"row {key}: expected a number that is not negative, got {value!r}")
+
+
+def _check_choice(row: Row, key: str, allowed: Sequence[str | None]) -> None:
+    value = row.get(key, DEFAULTS.get(key))
+    if value not in allowed:
+        raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def shape_of(row: Row) -> Shape:
@@ -229,6 +232,44 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
+
+
+def new_row(
+    op: str,
+    shape: Shape,
+    which: str,
+    backend: str,
+    dtype: str,
+    times: Timing,
+    *,
+    rel_err: Mapping[str, float],
+    peak_mem_mb: float | None,
+    note: str = "",
+    **figures: Any,
+) -> Row:
+    """A row of what was measured, with the digits that measurements have.
+
+    Args:
+        which: the pass. note: "" for none.
+        figures: all other keys; what is REQUIRED and not given is null.
+    """
+    row: Row = {
+        **dict.fromkeys(REQUIRED),
+        "op": op,
+        "shape": shape.as_dict(),
+        "pass": which,
+        "backend": backend,
+        "dtype": dtype,
+        "ms": rounded(times.ms),
+        "ms_p20": rounded(times.p20),
+        "ms_p80": rounded(times.p80),
+        "rel_err": {name: rounded(error, 3) for name, error in rel_err.items()},
+        "peak_mem_mb": None if peak_mem_mb is None else rounded(peak_mem_mb),
+        **figures,
+    }
+    if times.repeats < RECORD_REPEATS:
+        row["repeats"] = times.repeats
+    return row | ({"note": note} if note else {})
 
 
 def rounded(value: float, digits: int = 5) -> float:

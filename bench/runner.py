@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,15 @@ from torch import Tensor
 from tfla_tk.build import BuildError
 from tfla_tk.core.errors import UnsupportedError
 
-from . import accuracy, fla, rivals, timing
-from .accuracy import ORTHOGONAL, RANDOM, Truth
+from . import accuracy, fla, results, rivals, timing
+from .accuracy import AS_GIVEN, ORTHOGONAL, RANDOM, Truth
 from .ceilings import Ceilings
-from .inputs import DTYPES
-from .operators import Operator, split_offsets
+from .inputs import DTYPES, cotangent_like
+from .operators import Operator, last_state_of, output_of, split_offsets
 from .results import BASELINES, DEFAULTS, Row, rounded
 from .shapes import Shape
 from .variants import Variant
 
-RECORD_REPEATS = 30
 QUADRATIC_BYTES = 2**29
 REFERENCE_SEQUENCES = 2048
 OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
@@ -55,7 +54,8 @@ class Settings:
 class Outcome:
     """What became of one variant: a row, or the reason why there is none.
 
-    errors are against fp64; notes say what is to be known of them and of the variant.
+    errors are against fp64, of a part of the call where `partial`; notes say what is to be known of them and
+    of the variant.
     """
 
     op: str
@@ -66,6 +66,7 @@ class Outcome:
     reason: str = ""
     row: Row | None = None
     errors: dict[str, float] = field(default_factory=dict)
+    partial: bool = False
     notes: list[str] = field(default_factory=list)
 
     def stop(self, status: str, reason: str) -> None:
@@ -79,22 +80,29 @@ def run_contest(
     which: str,
     variants: Sequence[Variant],
     settings: Settings,
-    advance: Callable[[str], object] = lambda label: None,
+    tell: Callable[[str], object] = lambda label: None,
 ) -> list[Outcome]:
     """Check each variant on this very shape, then time those that passed.
 
     Args:
         which: the pass, "fwd" or "fwdbwd".
-        advance: called with a label after each step of the work; `steps_of` says how many there are.
+        tell: called with a label before each step of the work.
 
     Returns:
         An outcome per variant, in their order. A variant that is wrong or raises is not timed.
     """
-    with _lifted_guard(operator, variants, which, settings.device) as lifted:
-        return _run(operator, shape, which, variants, settings, advance, [fla.NOTE] * lifted)
+    outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
+    with lifted_guard(operator, variants, which, settings.device) as lifted:
+        for outcome in outcomes:
+            if outcome.variant.call == fla.VARIANT:
+                outcome.notes += [fla.NOTE] * lifted
+            if outcome.variant.call in rivals.RIVALS:
+                outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
+        _check_and_time(operator, shape, which, outcomes, settings, tell)
+    return outcomes
 
 
-def _lifted_guard(
+def lifted_guard(
     operator: Operator, variants: Sequence[Variant], which: str, device: torch.device
 ) -> AbstractContextManager[bool]:
     """FLA's guard off where its backward takes part: every contest checks it before it is timed."""
@@ -102,55 +110,42 @@ def _lifted_guard(
     return fla.lifted_guard(operator.function) if takes_part and device.type == "cuda" else nullcontext(False)
 
 
-def _run(
+def _check_and_time(
     operator: Operator,
     shape: Shape,
     which: str,
-    variants: Sequence[Variant],
+    outcomes: Sequence[Outcome],
     settings: Settings,
-    advance: Callable[[str], object],
-    fla_notes: Sequence[str],
-) -> list[Outcome]:
-    """`run_contest`; fla_notes: what is to be said of FLA's figures."""
-    outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
-    for outcome in outcomes:
-        if outcome.variant.call == fla.VARIANT:
-            outcome.notes += fla_notes
-        if outcome.variant.call in rivals.RIVALS:
-            outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
-    kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
+    tell: Callable[[str], object],
+) -> None:
+    """Fill the outcomes of one contest."""
+    tell("fp64 reference")
+    kinds = list(dict.fromkeys(cotangent_kind(operator, outcome.variant, which) for outcome in outcomes))
+    dtype, device, seed = DTYPES[settings.dtype], settings.device, settings.seed
     try:
-        inputs = operator.inputs(
-            shape,
-            DTYPES[settings.dtype],
-            settings.device,
-            settings.layout,
-            settings.seed,
-            settings.forget_bias,
-        )
-        truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
+        inputs = operator.inputs(shape, dtype, device, settings.layout, seed, settings.forget_bias)
+        drawn = {operator.output: cotangent_like(inputs["v"], seed + 1)} if which == "fwdbwd" else {}
+        truth = accuracy.compute_truth(operator, shape, inputs, drawn, kinds=kinds)
     except Exception as error:  # too large for this machine: the next contest may not be
-        release(settings.device)
+        release(device)
         for outcome in outcomes:
             outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
-        for label in ("fp64 reference", *2 * [variant.call for variant in variants]):
-            advance(label)
-        return outcomes
-    release(settings.device)
-    advance("fp64 reference")
+        return
+    release(device)
+
+    def check_one(outcome: Outcome, truth: Truth) -> None:
+        kind = cotangent_kind(operator, outcome.variant, which)
+        given = {operator.output: truth.cotangents[kind]} if drawn else {}
+        baseline = outcome.variant.family in BASELINES
+        check(operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline)
+
     for outcome in outcomes:
-        guard(outcome, partial(_check, operator, outcome, inputs, truth, settings))
-        release(settings.device)
-        advance(outcome.variant.call)
-    cotangent = next(iter(truth.cotangents.values()), None)
-    del truth
-    _time(operator, outcomes, inputs, cotangent, settings, advance)
-    return outcomes
-
-
-def steps_of(variants: Sequence[Variant]) -> int:
-    """How often `run_contest` calls `advance`: the reference, and per variant its check and its warm-up."""
-    return 1 + 2 * len(variants)
+        tell(outcome.variant.call)
+        guard(outcome, partial(check_one, outcome, truth))
+        release(device)
+    del truth  # gigabytes that nothing timed needs
+    tell("timed")
+    _time(operator, outcomes, inputs, drawn, settings)
 
 
 def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
@@ -160,58 +155,82 @@ def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
 
 
 def make_step(
-    operator: Operator, variant: Variant, inputs: Mapping[str, Tensor], cotangent: Tensor | None
+    operator: Operator,
+    variant: Variant,
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    *,
+    unused: bool = False,
 ) -> Callable[[], dict[str, Tensor]]:
-    """One call of the pass: the output and, given its gradient, each input's; nothing accumulates.
+    """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates.
 
     The results of a rival have its own names (`rivals.Rival.finish`).
+
+    Args:
+        cotangents: of the output and, named as the initial states are, of the last ones; empty for the output
+            alone.
+        unused: an input that the output does not depend on has a gradient of zeros.
     """
-    differentiated, offsets = split_offsets(inputs)
-    call: Callable[..., Tensor] = partial(operator.call, variant.call, **offsets)
+    tensors, offsets = split_offsets(inputs)
+    call: Callable[..., Any] = partial(operator.call, variant.call, **offsets)
     if variant.call in rivals.RIVALS:
         prepared = rivals.RIVALS[variant.call].prepare(inputs)
-        differentiated, call = prepared.leaves, prepared.call
-    if cotangent is None:
-        tensors = list(differentiated.values())
+        tensors, call = prepared.leaves, prepared.call
+    backward = bool(cotangents)
+    leaves = {
+        name: tensor.detach().requires_grad_(backward and name not in operator.constants)
+        for name, tensor in tensors.items()
+    }
+    named: dict[str, Any] = {
+        name: leaf for name, leaf in leaves.items() if operator.is_state(name) or operator.is_parameter(name)
+    }
+    call = partial(call, *(leaf for name, leaf in leaves.items() if name not in named), **named)
+    if len(cotangents) > 1:
+        call = partial(call, **{operator.last: True})
 
-        def forward() -> dict[str, Tensor]:
-            with torch.no_grad():
-                return {operator.output: call(*tensors)}
+    def forward() -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {operator.output: output_of(call())}
 
-        return forward
-
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in differentiated.items()}
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    sources, given = list(wanted.values()), list(cotangents.values())
 
     def forward_backward() -> dict[str, Tensor]:
-        output = call(*leaves.values())
-        grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
-        named = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-        return {operator.output: output.detach(), **named}
+        result = call()
+        found = (output_of(result), *last_state_of(result))[: len(given)]
+        grads = torch.autograd.grad(found, sources, given, allow_unused=unused, materialize_grads=unused)
+        return {operator.output: found[0].detach(), **dict(zip(wanted, grads, strict=True))}
 
-    return forward_backward
+    return forward_backward if backward else forward
 
 
-def _check(
-    operator: Operator, outcome: Outcome, inputs: Mapping[str, Tensor], truth: Truth, settings: Settings
+def check(
+    operator: Operator,
+    outcome: Outcome,
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    truth: Truth,
+    kind: str,
+    dtype: str,
+    *,
+    baseline: bool = False,
 ) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance."""
+    """Fill the outcome's errors, and stop it where they exceed the tolerance.
+
+    Args:
+        kind: of the output's gradient. baseline: it is judged by the tolerances of the baselines.
+    """
     refuse_quadratic(outcome)
-    kind = cotangent_kind(operator, outcome.variant, outcome.which)
-    step = make_step(operator, outcome.variant, inputs, truth.cotangents.get(kind))
-    accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
+    v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
+    step = make_step(operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
+    accuracy.poison(v.numel() * v.element_size(), v.device)
     results = step()
-    if outcome.variant.call in rivals.RIVALS:
-        results = rivals.RIVALS[outcome.variant.call].finish(inputs, results)
-    outcome.errors = truth.errors(kind, results)
+    outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
+    outcome.partial = truth.partial
     outcome.notes += [truth.picks.left_out] * truth.partial
-    wrong = accuracy.failures(outcome.errors, _tolerances(operator, outcome.variant, settings.dtype))
+    wrong = accuracy.failures(outcome.errors, operator.tolerances(dtype, baseline=baseline))
     if wrong:
         outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
-
-
-def _tolerances(operator: Operator, variant: Variant, dtype: str) -> dict[str, float]:
-    """By result."""
-    return operator.tolerances(dtype, baseline=variant.family in BASELINES)
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
@@ -235,9 +254,8 @@ def _time(
     operator: Operator,
     outcomes: Sequence[Outcome],
     inputs: Mapping[str, Tensor],
-    cotangent: Tensor | None,
+    cotangents: Mapping[str, Tensor],
     settings: Settings,
-    advance: Callable[[str], object],
 ) -> None:
     """Warm up, measure memory, time in rounds, and make the rows."""
     steps: dict[str, timing.Step] = {}
@@ -246,7 +264,7 @@ def _time(
 
     def prepare(outcome: Outcome) -> None:
         name = outcome.variant.call
-        step = make_step(operator, outcome.variant, inputs, cotangent)
+        step = make_step(operator, outcome.variant, inputs, cotangents)
         estimate = timing.warm_up(step, settings.stopwatch, settings.plan.budget_ms)
         memory[name] = timing.peak_memory(step, settings.device)
         repeats[name] = settings.plan.repeats_for(estimate)
@@ -255,55 +273,40 @@ def _time(
     for outcome in outcomes:
         if outcome.status == OK:
             guard(outcome, partial(prepare, outcome))
-        advance(outcome.variant.call)
     found = timing.interleave(steps, repeats, settings.stopwatch)
     for outcome in outcomes:
         name = outcome.variant.call
         if outcome.status == OK:
-            host = _host_us(steps[name], found[name], settings)
-            graph = _graph(steps[name], found[name], host, settings, always=operator.runs_in_graphs)
-            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph, host)
+            always = operator.runs_in_graphs
+            more = _other_times(steps[name], found[name], settings, always_graph=always)
+            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], **more)
 
 
-def _host_us(step: timing.Step, found: timing.Timing, settings: Settings) -> float | None:
-    """Time of the host for one call; None on a CPU, which computes in it, and for a long call."""
-    if settings.device.type != "cuda" or found.ms >= timing.HOST_BELOW_MS:
-        return None
-    return timing.host_us(step, settings.stopwatch.wait)
+def _other_times(
+    step: timing.Step, found: timing.Timing, settings: Settings, *, always_graph: bool
+) -> dict[str, float]:
+    """What else a row tells of a step on a GPU, by the row's keys.
 
-
-class GraphTimes(NamedTuple):
-    """What the CUDA graph of a step tells: ms of a replay, its kernels, and the host's us to launch these."""
-
-    ms: float
-    launches: int | None = None
-    launch_us: float | None = None
-
-
-def _graph(
-    step: timing.Step,
-    found: timing.Timing,
-    host_us: float | None,
-    settings: Settings,
-    *,
-    always: bool = False,
-) -> GraphTimes | None:
-    """Times of CUDA-graph replays, for a step so short that its launches may dominate, or for every one.
-
-    Short is one below GRAPH_BELOW_MS, or one whose time is mostly the host's. None where it cannot be
-    captured.
+    The host's time for one call, unless it is a long one. The time of CUDA-graph replays, the graph's
+    kernels and the host's time to launch as many empty ones: for a step so short that its launches may
+    dominate (below GRAPH_BELOW_MS, or mostly the host's time), with `always_graph` for every step.
     """
-    waits_for_host = host_us is not None and host_us > 0.5e3 * found.ms
-    wanted = always or found.ms < timing.GRAPH_BELOW_MS or waits_for_host
-    if settings.device.type != "cuda" or not wanted:
-        return None
-    captured = timing.capture(step, settings.device)
-    if captured is None:
-        return None
-    ms = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch).ms
-    if captured.launches is None:
-        return GraphTimes(ms)
-    return GraphTimes(ms, captured.launches, captured.launches * timing.launch_us(settings.stopwatch.wait))
+    more: dict[str, float] = {}
+    if settings.device.type != "cuda":
+        return more
+    wait = settings.stopwatch.wait
+    if found.ms < timing.HOST_BELOW_MS:
+        more["host_us"] = rounded(timing.host_us(step, wait), 3)
+    waits_for_host = more.get("host_us", 0) > 0.5e3 * found.ms
+    if always_graph or found.ms < timing.GRAPH_BELOW_MS or waits_for_host:
+        captured = timing.capture(step, settings.device)
+        if captured is not None:
+            replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
+            more["graph_ms"] = rounded(replayed.ms)
+        if captured is not None and captured.launches is not None:
+            more["launches"] = captured.launches
+            more["launch_us"] = rounded(captured.launches * timing.launch_us(wait), 3)
+    return more
 
 
 def make_row(
@@ -312,46 +315,33 @@ def make_row(
     settings: Settings,
     found: timing.Timing,
     peak_bytes: int | None,
-    graph: GraphTimes | None = None,
-    host_us: float | None = None,
+    **more: float,
 ) -> Row:
-    """The results row of a timed variant."""
+    """The results row of a timed variant; `more` by its keys."""
     cost = operator.cost(outcome.shape, outcome.which, DTYPES[settings.dtype].itemsize)
     ceilings = settings.ceilings
-    row: Row = {
-        "op": operator.name,
-        "shape": outcome.shape.as_dict(),
-        "pass": outcome.which,
-        "backend": outcome.variant.backend,
-        "schedule": outcome.variant.schedule,
-        "dtype": settings.dtype,
-        "ms": rounded(found.ms),
-        "ms_p20": rounded(found.p20),
-        "ms_p80": rounded(found.p80),
-        "tflops": rounded(cost.flops / found.ms / 1e9),
-        "gbps": rounded(cost.bytes / found.ms / 1e6),
-        "roofline": None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
-        "peak_mem_mb": None if peak_bytes is None else rounded(peak_bytes / 2**20),
-        "rel_err": {name: rounded(error, 3) for name, error in outcome.errors.items()},
-        **settings.provenance,
-    }
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
-    row |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
-    if host_us is not None:
-        row["host_us"] = rounded(host_us, 3)
-    if graph is not None:
-        row["graph_ms"] = rounded(graph.ms)
-        if graph.launches is not None and graph.launch_us is not None:
-            row |= {"launches": graph.launches, "launch_us": rounded(graph.launch_us, 3)}
-    if found.repeats < RECORD_REPEATS:
-        row["repeats"] = found.repeats
-    notes = []
+    notes = list(outcome.notes)
     if cotangent_kind(operator, outcome.variant, outcome.which) == ORTHOGONAL:
-        notes.append("gradients without the normaliser's part, checked with dh orthogonal to h")
-    notes += outcome.notes
-    if notes:
-        row["note"] = "; ".join(notes)
-    return row
+        notes.insert(0, "gradients without the normaliser's part, checked with dh orthogonal to h")
+    return results.new_row(
+        operator.name,
+        outcome.shape,
+        outcome.which,
+        outcome.variant.backend,
+        settings.dtype,
+        found,
+        schedule=outcome.variant.schedule,
+        tflops=rounded(cost.flops / found.ms / 1e9),
+        gbps=rounded(cost.bytes / found.ms / 1e6),
+        roofline=None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
+        peak_mem_mb=None if peak_bytes is None else peak_bytes / 2**20,
+        rel_err=outcome.errors,
+        note="; ".join(notes),
+        **settings.provenance,
+        **{key: value for key, value in given.items() if value != DEFAULTS[key]},
+        **more,
+    )
 
 
 def guard(outcome: Outcome, work: Callable[[], object]) -> None:

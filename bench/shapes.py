@@ -102,90 +102,56 @@ class ModelShape(Shape):
         return f"B{self.B} T{self.T}, {self.layers} layers of {self.width}, {self._heads()} {self.K}/{self.V}"
 
 
-MAIN = (
-    Shape(8, 8192, 16, 128, 256),
-    Shape(8, 8192, 8, 256, 512),
-    Shape(32, 2048, 16, 128, 256),
-    Shape(1, 65536, 16, 128, 256),
-    Shape(1, 8192, 8, 256, 512),
-)
-SWEEP_TOKENS = 65536
-SWEEP = tuple(Shape(SWEEP_TOKENS // length, length, 16, 128, 256) for length in (2**n for n in range(9, 17)))
-SMALL = (
-    Shape(1, 256, 2, 32, 64),
-    Shape(2, 512, 4, 64, 64),
-    Shape(1, 1000, 2, 64, 128),
-)
-# more and narrower heads
-HEADS = (
-    Shape(8, 8192, 32, 128, 128),
-    Shape(8, 8192, 64, 64, 64),
-)
-# so short that launch and host time show
-TINY = (
-    Shape(1, 512, 4, 64, 64),
-    Shape(1, 1024, 8, 128, 256),
-)
-# packed: 1,000 and 32,000 sequences of about 10 tokens, 128 documents of about 512
-PACKED = (
-    Shape(1, 10_000, 4, 64, 64, N=1000),
-    Shape(1, 320_000, 4, 64, 64, N=32_000),
-    Shape(1, 65536, 16, 128, 256, N=128),
-)
-# those of the scalar-decay family: simple GLA and RetNet, Lightning, small models, one long row, Mamba-2
-SCALAR = (
-    Shape(8, 8192, 16, 128, 256),
-    Shape(8, 8192, 64, 128, 128),
-    Shape(4, 4096, 16, 128, 128),
-    Shape(1, 65536, 16, 128, 128),
-    Shape(1, 65536, 16, 128, 128, N=128),
-    Shape(1, 16384, 8, 128, 64, HV=128),
-)
-# those of the delta rule: DeltaNet and small gated models, Qwen3-Next and 3.5 (16/32, 16/48, 16/64), few long
-# heads, narrow heads, OLMo-hybrid, FLA's 1.3B, and packed documents of about 128, 1024 and 4096 tokens
-DELTA = (
-    Shape(8, 8192, 16, 128, 128),
-    Shape(8, 8192, 16, 128, 256),
-    Shape(1, 8192, 16, 128, 128, HV=32),
-    Shape(1, 32768, 16, 128, 128, HV=32),
-    Shape(1, 32768, 16, 128, 128, HV=64),
-    Shape(8, 1024, 16, 128, 128, HV=32),
-    Shape(4, 4096, 16, 128, 128, HV=48),
-    Shape(1, 65536, 16, 128, 128),
-    Shape(4, 4096, 16, 64, 64),
-    Shape(4, 4096, 30, 96, 192),
-    Shape(4, 4096, 6, 256, 512),
-    *(Shape(1, 65536, 16, 128, 128, HV=32, N=65536 // length) for length in (128, 1024, 4096)),
-)
-# so short that the host's time shows
-DELTA_HOST = tuple(Shape(1, length, 16, 128, 128, HV=32) for length in (512, 2048))
-# those of GLA: small models, the 1.3B's, few and narrow heads, 16 documents of about 2048 tokens
-GLA = (
-    Shape(8, 8192, 16, 128, 256),
-    Shape(8, 8192, 16, 128, 128),
-    Shape(8, 8192, 4, 256, 512),
-    Shape(4, 4096, 16, 128, 128),
-    Shape(1, 32768, 16, 128, 128, N=16),
-    Shape(1, 8192, 16, 128, 128),
-    Shape(4, 4096, 16, 64, 64),
-)
-SETS: dict[str, tuple[Shape, ...]] = {
-    "main": MAIN,
-    "sweep": SWEEP,
-    "heads": HEADS,
-    "tiny": TINY,
-    "small": SMALL,
-    "packed": PACKED,
-    "scalar": SCALAR,
-    "gla": GLA,
-    "delta": DELTA,
-    "delta_host": DELTA_HOST,
-}
-
 _SHAPE = re.compile(
     r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))((?:x(?:N|HV)\d+)*)", re.IGNORECASE
 )
 _MORE = re.compile(r"x(N|HV)(\d+)", re.IGNORECASE)
+
+
+def _parse_shape(text: str) -> Shape | None:
+    """The shape that a text such as 8x8192x16x128x256 describes; None where it describes none."""
+    match = _SHAPE.fullmatch(text)
+    if not match:
+        return None
+    *numbers, rest = match.groups()
+    named = _MORE.findall(rest)
+    more = {name.upper(): int(number) for name, number in named}
+    if len(more) < len(named):
+        raise ValueError(f"expected N and HV at most once each, got {text!r}")
+    return Shape(*(int(number) for number in numbers if number is not None), **more)
+
+
+SWEEP_TOKENS = 65536
+# as the option --shapes takes them
+_SETS: dict[str, str] = {
+    "main": "8x8192x16x128x256 8x8192x8x256x512 32x2048x16x128x256 1x65536x16x128x256 1x8192x8x256x512",
+    "sweep": " ".join(f"{SWEEP_TOKENS // 2**n}x{2**n}x16x128x256" for n in range(9, 17)),
+    # more and narrower heads
+    "heads": "8x8192x32x128x128 8x8192x64x64x64",
+    # so short that launch and host time show
+    "tiny": "1x512x4x64x64 1x1024x8x128x256",
+    "small": "1x256x2x32x64 2x512x4x64x64 1x1000x2x64x128",
+    # 1,000 and 32,000 sequences of about 10 tokens, 128 documents of about 512
+    "packed": "1x10000x4x64x64xN1000 1x320000x4x64x64xN32000 1x65536x16x128x256xN128",
+    # the scalar-decay family: simple GLA and RetNet, Lightning, small models, one long row, Mamba-2
+    "scalar": "8x8192x16x128x256 8x8192x64x128x128 4x4096x16x128x128 1x65536x16x128x128 "
+    "1x65536x16x128x128xN128 1x16384x8x128x64xHV128",
+    # small models, the 1.3B's, few and narrow heads, 16 documents of about 2048 tokens
+    "gla": "8x8192x16x128x256 8x8192x16x128x128 8x8192x4x256x512 4x4096x16x128x128 "
+    "1x32768x16x128x128xN16 1x8192x16x128x128 4x4096x16x64x64",
+    # DeltaNet and small gated models, Qwen3-Next and 3.5 (16/32, 16/48, 16/64), few long heads, narrow heads,
+    # OLMo-hybrid, FLA's 1.3B, and packed documents of about 128, 1024 and 4096 tokens
+    "delta": "8x8192x16x128x128 8x8192x16x128x256 1x8192x16x128x128xHV32 1x32768x16x128x128xHV32 "
+    "1x32768x16x128x128xHV64 8x1024x16x128x128xHV32 4x4096x16x128x128xHV48 1x65536x16x128x128 "
+    "4x4096x16x64x64 4x4096x30x96x192 4x4096x6x256x512 1x65536x16x128x128xN512xHV32 "
+    "1x65536x16x128x128xN64xHV32 1x65536x16x128x128xN16xHV32",
+    # so short that the host's time shows
+    "delta_host": "1x512x16x128x128xHV32 1x2048x16x128x128xHV32",
+}
+SETS: dict[str, tuple[Shape, ...]] = {
+    name: tuple(shape for shape in map(_parse_shape, text.split()) if shape) for name, text in _SETS.items()
+}
+MAIN, SWEEP = SETS["main"], SETS["sweep"]
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -200,19 +166,11 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     """
     found: dict[Shape, None] = {}
     for item in (part.strip() for part in text.split(",")):
-        match = _SHAPE.fullmatch(item)
-        if item in SETS:
-            found.update(dict.fromkeys(SETS[item]))
-        elif match:
-            *numbers, rest = match.groups()
-            named = _MORE.findall(rest)
-            more = {name.upper(): int(number) for name, number in named}
-            if len(more) < len(named):
-                raise ValueError(f"expected N and HV at most once each, got {item!r}")
-            found[Shape(*(int(number) for number in numbers if number is not None), **more)] = None
-        else:
+        shape = _parse_shape(item)
+        if shape is None and item not in SETS:
             expected = f"one of {', '.join(SETS)} or BxTxHxKxV[xN..][xHV..]"
             raise ValueError(f"expected {expected}, got {item!r}")
+        found.update(dict.fromkeys([shape] if shape else SETS[item]))
     return tuple(found)
 
 
@@ -259,61 +217,43 @@ def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
 
 # forward and backward per token and head; None where there is no backward
 PerToken = Callable[[Shape, int], tuple[Cost, Cost | None]]
-
-
-def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """Formulas per token and head of mLSTM.
-
-    Forward, fused: q, k, v, h and three fp32 gate values (i, f and m) once. Backward: two sweeps, dq forward
-    in time, dk and dv backward in time, with no state in memory.
-    """
-    dims = itemsize * (shape.K + shape.V)
-    return Cost(flops.forward(shape.K, shape.V), 2 * dims + 12), Cost(
-        flops.backward(shape.K, shape.V), 5 * dims
-    )
-
-
 FlopsOfDims = Callable[[int, int], int]
 
 
-def _scalar_gates(
-    numbers: int, forward: FlopsOfDims = flops.forward, backward: FlopsOfDims = flops.backward
+def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once.
+
+    The backward has two sweeps, dq forward in time, dk and dv backward in time, with no state in memory.
+    """
+    dims = itemsize * (shape.K + shape.V)
+    forward = Cost(flops.forward(shape.K, shape.V), 2 * dims + 12)
+    return forward, Cost(flops.backward(shape.K, shape.V), 5 * dims)
+
+
+def _linear(
+    gates: int | None, forward: FlopsOfDims = flops.forward, backward: FlopsOfDims = flops.backward
 ) -> PerToken:
-    """Formulas per token and head of v of an operator with `numbers` fp32 gates per token and head.
+    """An operator with so many fp32 gates per token and head of v; None where there are K of them.
 
     Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the gates,
-    do and the gradients of the inputs. FLOP: as mLSTM, or those given. q and k are read once per head of
-    their own, however many heads of v share it, and so are the products that none of v enters (Q K^T, and in
-    the backward dq and dk within a chunk) counted once.
+    do and the gradients of the inputs. q and k are read once per head of their own, however many heads of v
+    share it, and so are the products that none of v enters (Q K^T, and in the backward dq and dk within a
+    chunk) counted once.
     """
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-        share = 1 / shape.group
-        shared = (1 - share) * flops.intra_chunk(shape.K, 0)
-        cost_of_forward = Cost(
-            forward(shape.K, shape.V) - shared,
-            itemsize * 2 * (share * shape.K + shape.V) + 4 * numbers,
-        )
-        return cost_of_forward, Cost(
-            backward(shape.K, shape.V) - 3 * shared,
-            itemsize * (4 * share * shape.K + 3 * shape.V) + 8 * numbers,
+        keys, values = shape.K / shape.group, shape.V
+        numbers = shape.K if gates is None else gates
+        shared = (1 - 1 / shape.group) * flops.intra_chunk(shape.K, 0)
+        return Cost(forward(shape.K, shape.V) - shared, itemsize * 2 * (keys + values) + 4 * numbers), Cost(
+            backward(shape.K, shape.V) - 3 * shared, itemsize * (4 * keys + 3 * values) + 8 * numbers
         )
 
     return per_token
 
 
-def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """Formulas per token and head of GLA, its gate per key channel in fp32.
-
-    Backward: q, k, g, v, do and the gradients of the four inputs once.
-    """
-    dims = shape.K, shape.V
-    forward = Cost(flops.forward(*dims), itemsize * 2 * (shape.K + shape.V) + 4 * shape.K)
-    return forward, Cost(flops.gla_backward(*dims), itemsize * (4 * shape.K + 3 * shape.V) + 8 * shape.K)
-
-
 def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
-    """Formulas per head and step of decoding: the state once in and once out, a token, two fp32 gates."""
+    """One step of decoding: the state once in and once out, a token, two fp32 gates."""
     state = shape.K * (shape.V + 1) + 1
     return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
 
@@ -323,11 +263,11 @@ COSTS: dict[str, PerToken] = {
     "mlstm_sig": _mlstm,
     "mlstm_step": _step,
     # a log decay per token; one per head
-    "simple_gla": _scalar_gates(1),
-    "retention": _scalar_gates(0),
-    "lightning": _scalar_gates(0),
+    "simple_gla": _linear(1),
+    "retention": _linear(0),
+    "lightning": _linear(0),
     # beta; g and beta
-    "delta_rule": _scalar_gates(1, flops.delta_rule, flops.delta_rule_backward),
-    "gated_delta_rule": _scalar_gates(2, flops.delta_rule, flops.delta_rule_backward),
-    "gla": _gla,
+    "delta_rule": _linear(1, flops.delta_rule, flops.delta_rule_backward),
+    "gated_delta_rule": _linear(2, flops.delta_rule, flops.delta_rule_backward),
+    "gla": _linear(None, backward=flops.gla_backward),
 }

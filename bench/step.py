@@ -19,21 +19,15 @@ from tfla_tk import mlstm_step, reference
 from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
-from .compare import Contest, carry_out
+from .compare import Contest, add_run_arguments, carry_out
 from .inputs import FORGET_BIAS
 from .operators import Operator
 from .results import IN_PLACE, STEP
-from .shapes import Shape
-from .usage import UsageError
+from .shapes import Shape, parse_shapes
+from .usage import UsageError, argument
 from .variants import Variant
 
-SHAPES = (
-    Shape(64, 1, 8, 256, 512),
-    Shape(256, 1, 8, 256, 512),
-    Shape(64, 1, 16, 128, 256),
-    Shape(8, 8, 8, 256, 512),
-    Shape(1, 32, 8, 256, 512),
-)
+SHAPES = parse_shapes("64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x512,1x32x8x256x512")
 
 
 def step_inputs(
@@ -68,7 +62,7 @@ def step_inputs(
 class StepOperator(Operator):
     """T steps of mLSTMexp; in place they go on from the state that the call before left."""
 
-    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
         """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
         state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
         outputs = []
@@ -106,9 +100,9 @@ def _triton_step(*tensors: Tensor) -> Tensor:
     return h
 
 
-def step_truth(*tensors: Tensor, chunk_size: int) -> Tensor:
+def step_truth(*, chunk_size: int, **tensors: Tensor) -> Tensor:
     """h [B, NH, T, V] of the recurrence."""
-    steps = zip(*(t.unbind(2) for t in tensors), strict=True)
+    steps = zip(*(t.unbind(2) for t in tensors.values()), strict=True)
     return torch.stack([reference.mlstm_step(*x)[0] for x in steps], dim=2)
 
 
@@ -118,22 +112,24 @@ BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
 OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
-VARIANTS = (
-    Variant("tk", "tk"),
-    Variant(IN_PLACE, IN_PLACE),
-    Variant("triton", "triton"),
-    Variant("reference", "reference"),
-)
+VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "reference")]
 
 
-def contests(shapes: tuple[Shape, ...]) -> list[Contest]:
-    """Every variant at each of the shapes; without a GPU the reference alone."""
-    variants = VARIANTS if torch.cuda.is_available() else VARIANTS[-1:]
-    return [Contest(OPERATOR, "fwd", shape, variants) for shape in shapes]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tfla_tk.bench step`."""
+    parser.add_argument(
+        "--shapes",
+        type=argument(parse_shapes),
+        metavar="SHAPES",
+        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
+    )
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
+
+    Without a GPU the reference alone.
 
     Raises:
         UsageError: options that do not go together.
@@ -144,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
         OPERATOR.check_shape(shape)
         if shape.N is not None:
             raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
+    variants = VARIANTS if on_gpu else VARIANTS[-1:]
+    chosen = shapes[:1] if args.quick else shapes
     try:
-        return carry_out(args, contests(shapes[:1] if args.quick else shapes), on_gpu=on_gpu)
+        return carry_out(args, [Contest(OPERATOR, "fwd", shape, variants) for shape in chosen])
     finally:
         _copies.clear()

@@ -6,10 +6,10 @@ open and a repeated sentence from dozens of them, so that a model has to remembe
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
-from collections import Counter
+
+import torch
+from torch import Tensor
 
 ADJECTIVES = ("bright", "calm", "early", "golden", "heavy", "narrow", "quiet", "second", "silver", "young")
 NOUNS = ("anchor", "baker", "cloud", "engine", "forest", "hunter", "island", "letter", "mirror", "river")
@@ -28,13 +28,12 @@ def make_text(size: int, seed: int) -> bytes:
     return "".join(lines).encode("ascii")[:size]
 
 
-def bigram_entropy(text: bytes) -> float:
-    """The loss in nats per byte of knowing how often each byte follows each other one.
-
-    A model whose layers mix no tokens sees one byte of context, and cannot do better.
-    """
-    before, pairs = Counter(text[:-1]), Counter(itertools.pairwise(text))
-    return sum(n * math.log(before[byte] / n) for (byte, _), n in pairs.items()) / (len(text) - 1)
+def windows(text: bytes, sizes: tuple[int, ...], length: int, seed: int) -> Tensor:
+    """Tokens [*sizes, length] as int64 on the CPU, one per byte: windows of the text at random places."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length + 1, (*sizes, 1), generator=generator)
+    return tokens[starts + torch.arange(length)].long()
 
 
 def _sum(source: random.Random) -> str:

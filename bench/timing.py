@@ -63,8 +63,8 @@ class CudaStopwatch:
         self.idle = True
 
 
-class SyncStopwatch:
-    """The host's clock over a step of many milliseconds on a GPU that is idle before and after it."""
+class HostStopwatch:
+    """The host's clock, over a call on a CPU, or a long one on a GPU that is idle before and after it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,20 +78,8 @@ class SyncStopwatch:
         return lambda: elapsed
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-
-class CpuStopwatch:
-    """The host's clock."""
-
-    def run(self, step: Step) -> Callable[[], float]:
-        start = time.perf_counter()
-        step()
-        elapsed = (time.perf_counter() - start) * 1e3
-        return lambda: elapsed
-
-    def wait(self) -> None:
-        """Nothing is ever under way."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
@@ -148,10 +136,7 @@ def warm_up(step: Step, stopwatch: Stopwatch, budget_ms: float = math.inf) -> fl
 
 
 def interleave(
-    steps: Mapping[str, Step],
-    repeats: Mapping[str, int],
-    stopwatch: Stopwatch,
-    advance: Callable[[], object] = lambda: None,
+    steps: Mapping[str, Step], repeats: Mapping[str, int], stopwatch: Stopwatch
 ) -> dict[str, Timing]:
     """Time warm steps in rounds, each round one run of every step, so that drift meets all of them alike.
 
@@ -159,7 +144,6 @@ def interleave(
         steps: by name.
         repeats: runs per name; a step with fewer runs than the others takes part in rounds spread evenly.
         stopwatch: times each run.
-        advance: called after each round.
     """
     rounds = max(repeats.values(), default=0)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -171,7 +155,6 @@ def interleave(
         stopwatch.wait()
         for name, read in reads:
             times[name].append(read())
-        advance()
     return {name: Timing.of(found) for name, found in times.items()}
 
 

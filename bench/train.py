@@ -20,30 +20,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from rich.table import Table
-from rich.text import Text
-from torch import Tensor
 
-from tfla_tk.core.checks import counted
 from tfla_tk.core.dispatch import split_backend
 
-from . import compare, environment, plots
-from .model import LanguageModel
+from . import environment, model, plots, report
 from .operators import OPERATORS
-from .report import TITLES, milliseconds
 from .runner import FAILED, OK, UNSUPPORTED, release, verdict_on
-from .text import bigram_entropy, make_text
-from .usage import UsageError, check_outputs
+from .text import make_text, windows
+from .usage import UsageError, add_options, argument, check_outputs, finite, listed
 
 OPS = {"exp": "mlstm_exp", "sig": "mlstm_sig"}
-BASELINE, OTHER_ORDER, NO_AUTOCAST = "reference", "reference, other order", "reference, no autocast"
+BASELINE, OTHER_ORDER = "reference", "reference, other order"
 OUTSIDE = "OUTSIDE"
-GRADIENT_NORM = 1.0
 LEAST_RATE = 0.1
 
 
@@ -72,6 +63,16 @@ class Preset:
     def tenth(self) -> int:
         """A tenth of the steps: the warm-up, and what curves are smoothed over."""
         return max(1, self.steps // 10)
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each step: a linear warm-up, then along a cosine to LEAST_RATE of the peak."""
+        found = []
+        for step in range(self.steps):
+            cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
+            warm_up = min(1.0, (step + 1) / self.tenth)
+            found.append(self.rate * warm_up * (LEAST_RATE + (1 - LEAST_RATE) * cosine))
+        return found
 
 
 PRESETS = {
@@ -106,7 +107,8 @@ class Training:
     """What became of one training.
 
     Attributes:
-        name: OTHER_ORDER, NO_AUTOCAST or that of the backend. backend: of the mLSTM.
+        name: OTHER_ORDER or that of the backend. backend: of the mLSTM.
+        order: seed of the batches.
         status: OK, OUTSIDE the band, UNSUPPORTED or FAILED; with a reason unless OK.
         losses: of each step, nats per byte. curve: their mean over a tenth of the steps, moving.
         step_ms: the median. peak_mem_mb: allocated in 2^20 bytes, None on a CPU.
@@ -115,13 +117,12 @@ class Training:
 
     name: str
     backend: str
-    dtype: str
+    order: int
     status: str = OK
     reason: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
     curve: list[float] = dataclasses.field(default_factory=list)
     step_ms: float | None = None
-    tokens_per_s: float | None = None
     peak_mem_mb: float | None = None
     distance: Distance | None = None
 
@@ -130,123 +131,107 @@ class Training:
         found = dataclasses.asdict(self)
         return found | {"distance": self.distance._asdict() if self.distance else None}
 
+    def cells(self) -> dict[str, str]:
+        """As the table shows them, by column."""
+        if not self.curve:
+            return {"status": self.status}
+        distance, memory = self.distance, self.peak_mem_mb
+        return {
+            "final loss": f"{self.curve[-1]:.4f}",
+            "max distance": f"{distance.max:.1e}" if distance else "",
+            "rms distance": f"{distance.rms:.1e}" if distance else "",
+            "step ms": report.milliseconds(self.step_ms) if self.step_ms else "",
+            "peak MB": f"{memory:,.0f}" if memory else "",
+            "status": self.status,
+        }
+
 
 @dataclass(frozen=True)
 class Task:
     """What all trainings of one run share.
 
     Attributes:
-        op: of `operators.OPERATORS`. text: bytes [N], uint8, on the device.
-        seed: of parameters and batches.
+        op: of `operators.OPERATORS`. seed: of parameters and text.
+        dtype: "bf16" for autocast over fp32 parameters, "fp32" for none.
     """
 
     preset: Preset
     op: str
-    text: Tensor
+    dtype: str
     seed: int
+    device: torch.device
 
-    def train(
-        self, name: str, backend: str, dtype: str, order: int, advance: Callable[[], object]
-    ) -> Training:
-        """Train a fresh model; whatever the backend raises is in the result.
+    def carry_out(self, training: Training, advance: Callable[[], object]) -> None:
+        """Train a fresh model and fill in the training; whatever the backend raises is in it.
 
         Args:
-            dtype: as --dtype takes it.
-            order: seed of the batches.
             advance: called after each step.
         """
-        found = Training(name, backend, dtype)
-        device, preset = self.text.device, self.preset
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            losses, found.step_ms = self._losses(backend, dtype, order, advance)
+            losses, training.step_ms = self._losses(training, advance)
         except Exception as error:
-            found.status, found.reason = verdict_on(error)
-            return found
+            training.status, training.reason = verdict_on(error)
+            return
         finally:
-            release(device)
-        if device.type == "cuda":
-            found.peak_mem_mb = torch.cuda.max_memory_allocated(device) / 2**20
+            release(self.device)
+        if on_gpu:
+            training.peak_mem_mb = torch.cuda.max_memory_allocated(self.device) / 2**20
         diverged = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if diverged is not None:
-            found.status, found.reason = FAILED, f"the loss of step {diverged} is not finite"
-            return found
-        found.tokens_per_s = preset.batch * preset.sequence / found.step_ms * 1e3
-        found.losses = losses
-        found.curve = smooth(losses, preset.tenth)
-        return found
+            training.status, training.reason = FAILED, f"the loss of step {diverged} is not finite"
+            return
+        training.losses, training.curve = losses, smooth(losses, self.preset.tenth)
 
-    def _losses(
-        self, backend: str, dtype: str, order: int, advance: Callable[[], object]
-    ) -> tuple[list[float], float]:
+    def _losses(self, training: Training, advance: Callable[[], object]) -> tuple[list[float], float]:
         """The loss of each step, and the median time of a step in ms."""
-        device, preset = self.text.device, self.preset
-        cell = partial(OPERATORS[self.op].call, backend)
+        preset = self.preset
+        cell = partial(OPERATORS[self.op].call, training.backend)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = LanguageModel(preset.blocks, preset.width, preset.heads, preset.input_bias, cell)
-        model.to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), preset.rate, betas=(0.9, 0.95), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate_factor, preset))
-        losses = torch.empty(preset.steps, device=device)
-        clock = _Clock(device)
-        for step, window in enumerate(self._windows(order)):
-            tokens = self.text[window].long()
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
-                logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses[step] = loss.detach()
-            clock.mark()
+            fresh = model.LanguageModel(preset.blocks, preset.width, preset.heads, preset.input_bias, cell)
+        fresh.to(self.device)
+        text = make_text(preset.text_bytes, self.seed)
+        batches = windows(text, (preset.steps, preset.batch), preset.sequence + 1, training.order)
+        marks = [_mark(self.device)]
+
+        def advance_and_mark() -> None:
+            marks.append(_mark(self.device))
             advance()
-        return losses.tolist(), clock.median_ms()
 
-    def _windows(self, order: int) -> Tensor:
-        """Where the batches lie in the text [steps, B, S + 1], each row as long as inputs and targets."""
-        preset, device = self.preset, self.text.device
-        generator = torch.Generator().manual_seed(order)
-        last = len(self.text) - preset.sequence
-        starts = torch.randint(last, (preset.steps, preset.batch, 1), generator=generator)
-        return (starts + torch.arange(preset.sequence + 1)).to(device)
+        losses = model.train(
+            fresh,
+            fresh,
+            batches.to(self.device),
+            preset.rates,
+            autocast=self.dtype == "bf16",
+            advance=advance_and_mark,
+        )
+        return losses.tolist(), _median_ms(marks, self.device)
 
 
-class _Clock:
-    """Time from mark to mark; on a GPU by events, so that the host enqueues ahead as in any training."""
+def _mark(device: torch.device) -> Any:
+    """A point in time; on a GPU an event, so that the host enqueues ahead as in any training."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-        self.mark()
 
-    def mark(self) -> None:
-        if self.device.type == "cuda":
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def median_ms(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(self.marks))
-        return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(self.marks))
+def _median_ms(marks: Sequence[Any], device: torch.device) -> float:
+    """Median time from mark to mark."""
+    if device.type != "cuda":
+        return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(marks))
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
     """Moving means over `window` steps; the last one is that of the last steps."""
     return [statistics.fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
-
-
-def _rate_factor(preset: Preset, step: int) -> float:
-    """Linear warm-up, then along a cosine to LEAST_RATE of the peak."""
-    warm_up = min(1.0, (step + 1) / preset.tenth)
-    cosine = 0.5 + 0.5 * math.cos(math.pi * step / preset.steps)
-    return warm_up * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -256,12 +241,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=list(PRESETS), help="size of the model and the training (default: by the device)")
     add(
         "--backends",
-        type=compare.argument(_backends),
+        type=argument(_backends),
         metavar="NAME,..",
         help="as the functions of this package take them, such as tk or triton:xl_chunk_64 "
         "(default: tk, triton, and without a GPU the forms of the reference)",
     )
-    add(
+    add_options(
+        parser,
         "--dtype",
         choices=("bf16", "fp32"),
         help="bf16: autocast, with fp32 parameters; fp32: without (default: bf16 on a GPU, fp32 without one)",
@@ -269,15 +255,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="of the training, in place of the preset's")
     add(
         "--input-bias",
-        type=compare.argument(compare.finite),
+        type=argument(finite),
         metavar="BIAS",
         help="of the input gates at the start (default: -10, nearly closed, as in xLSTM-7B); near 0 the "
         "exponential gate's normaliser takes part from the start",
     )
-    add("--seed", type=int, default=0, help="of text, parameters and batches (default: 0)")
-    add("--json", type=Path, metavar="PATH", help="write figures and curves as JSON")
-    add("--plot", type=Path, metavar="PATH", help="draw the smoothed curves (png, svg or pdf)")
-    add("--commit", metavar="HASH", help="what is trained, recorded where this is no git checkout")
+    add_options(parser, "--seed", help="of text, parameters and batches (default: 0)")
+    add_options(parser, "--json", help="write figures and curves as JSON")
+    add_options(parser, "--plot", help="draw the smoothed curves (png, svg or pdf)")
+    add_options(parser, "--commit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -287,9 +273,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: options that are wrong, or a file that cannot be written.
         ValueError: the baseline itself fails.
     """
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    where = "gpu" if on_gpu else "cpu"
+    device = environment.current_device()
+    where = "gpu" if device.type == "cuda" else "cpu"
     preset = PRESETS[args.preset or where]
     changes = {"steps": args.steps, "input_bias": args.input_bias}
     preset = dataclasses.replace(preset, **{name: x for name, x in changes.items() if x is not None})
@@ -298,62 +283,50 @@ def run(args: argparse.Namespace) -> int:
     if preset.steps < 1:
         raise UsageError(f"--steps: expected a positive number, got {preset.steps}")
     check_outputs(args)
-    text = make_text(preset.text_bytes, args.seed)
-    entropy = bigram_entropy(text)
     provenance = environment.provenance(device, args.commit)
-    place = provenance["gpu"] or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     environment.fetch_thunderkittens()
-    console = compare.make_console()
+    console = report.make_console()
+    dtype = args.dtype or ("bf16" if where == "gpu" else "fp32")
     console.print(
-        f"{place}; torch {provenance['torch']}; triton {provenance['triton']}; run {provenance['run']}\n"
-        f"{preset}\n"
-        f"Loss: nats per byte, the final one a mean over {preset.tenth} steps; "
-        f"{entropy:.2f} at best without mLSTM layers.\n"
-        f"Distance: from the smoothed curve of the first training; that of {OTHER_ORDER!r} is the band."
+        f"{environment.heading(provenance)}; {dtype}; run {provenance['run']}\n{preset}\n"
+        f"Loss: nats per byte, the final one a mean over {preset.tenth} steps.\n"
+        f"Distance: from the smoothed curve of the first training; that of {OTHER_ORDER!r} is the band.\n"
     )
-    console.print()
-    on_device = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    task = Task(preset, OPS[args.op], on_device, args.seed)
-    dtype = args.dtype or ("bf16" if on_gpu else "fp32")
-    backends = args.backends or BACKENDS[where]
-    plans = [
-        (BASELINE, BASELINE, dtype, args.seed),
-        (OTHER_ORDER, BASELINE, dtype, args.seed + 1),
-        *[(NO_AUTOCAST, BASELINE, "fp32", args.seed)] * (dtype != "fp32"),
-        *((name, name, dtype, args.seed) for name in backends),
+    task = Task(preset, OPS[args.op], dtype, args.seed, device)
+    trainings = [
+        Training(BASELINE, BASELINE, args.seed),
+        Training(OTHER_ORDER, BASELINE, args.seed + 1),
+        *(Training(name, name, args.seed) for name in args.backends or BACKENDS[where]),
     ]
-    with compare.make_progress() as bar:
-        bar_task = bar.add_task("", total=len(plans) * preset.steps)
-        trainings = []
-        for number, plan in enumerate(plans):
-            bar.update(bar_task, description=plan[0], completed=number * preset.steps)
-            trainings.append(task.train(*plan, advance=partial(bar.advance, bar_task)))
+    with report.make_progress() as bar:
+        bar_task = bar.add_task("", total=len(trainings) * preset.steps)
+        for number, training in enumerate(trainings):
+            bar.update(bar_task, description=training.name, completed=number * preset.steps)
+            task.carry_out(training, partial(bar.advance, bar_task))
     band = judge(trainings)
-    console.print(_table(f"{TITLES[task.op]}, {preset.steps} steps", trainings))
-    for training in trainings:
-        if training.reason:
-            console.print(f"  {training.name}: {training.reason}", markup=False, soft_wrap=True)
+    title = f"{report.TITLES[task.op]}, {preset.steps} steps"
+    lines = [(training.name, training.cells()) for training in trainings]
+    report.print_table(console, title, report.filled_table("training", lines))
+    report.print_lines(console, (f"  {each.name}: {each.reason}" for each in trainings if each.reason))
     if args.json:
         figures = {
             **provenance,
             "op": task.op,
+            "dtype": dtype,
             "seed": args.seed,
             "preset": dataclasses.asdict(preset),
-            "bigram_entropy": entropy,
             "band": band._asdict(),
             "trainings": [training.figures() for training in trainings],
         }
         args.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     if args.plot:
-        curves = {f"{each.name}, {each.dtype}": each.curve for each in trainings if each.curve}
-        plots.write_curves(args.plot, TITLES[task.op], curves, preset.tenth)
+        curves = {each.name: each.curve for each in trainings if each.curve}
+        plots.write_curves(args.plot, f"{report.TITLES[task.op]}, {dtype}", curves, preset.tenth)
     return 1 if any(_counts_as_failure(each, each.name in (args.backends or ())) for each in trainings) else 0
 
 
 def judge(trainings: Sequence[Training]) -> Distance:
     """Fill in each distance from the first training, the baseline; the second one's is the band, returned.
-
-    The distance of a training without autocast is shown, not judged: all of its model rounds otherwise.
 
     Raises:
         ValueError: one of those two has no curve.
@@ -366,7 +339,7 @@ def judge(trainings: Sequence[Training]) -> Distance:
     for training in rest:
         if training.status == OK:
             training.distance = Distance.between(training.curve, baseline.curve)
-            if training.name != NO_AUTOCAST and not training.distance.within(band):
+            if not training.distance.within(band):
                 training.status = OUTSIDE
                 training.reason = "farther from the reference than another order of batches"
     return band
@@ -378,37 +351,8 @@ def _counts_as_failure(training: Training, named: bool) -> bool:
     return training.status == UNSUPPORTED and named
 
 
-def _table(title: str, trainings: Sequence[Training]) -> Table:
-    table = Table(title=title, title_justify="left", highlight=False)
-    table.add_column("training", no_wrap=True)
-    shown = [name for name in _cells(trainings[0]) if any(_cells(each)[name] for each in trainings)]
-    for name in shown:
-        table.add_column(name, justify="right")
-    for training in trainings:
-        cells = _cells(training)
-        style = "dim" if training.status in (FAILED, UNSUPPORTED) else None
-        table.add_row(Text(training.name), *(cells[name] for name in shown), style=style)
-    return table
-
-
-def _cells(training: Training) -> dict[str, str]:
-    """By column; empty where there is no figure."""
-    distance, memory, speed = training.distance, training.peak_mem_mb, training.tokens_per_s
-    return {
-        "dtype": training.dtype,
-        "first loss": f"{training.losses[0]:.4f}" if training.losses else "",
-        "final loss": f"{training.curve[-1]:.4f}" if training.curve else "",
-        "max distance": f"{distance.max:.1e}" if distance else "",
-        "rms distance": f"{distance.rms:.1e}" if distance else "",
-        "step ms": milliseconds(training.step_ms) if training.step_ms else "",
-        "tokens/s": f"{speed:,.0f}" if speed else "",
-        "peak MB": f"{memory:,.0f}" if memory else "",
-        "status": training.status,
-    }
-
-
 def _backends(text: str) -> list[str]:
-    names = compare.backends(text)
+    names = listed(text)
     for name in names:
         split_backend(name)
     return names

@@ -1,25 +1,114 @@
-"""Wrong usage of the commands' options: the error that gives status 2, and the check of paths to write to."""
+"""Options that several commands have, parsers of their values, and the check of paths to write to."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
-OUTPUTS = ("json", "csv", "plot")
+from tfla_tk.core.checks import shown_name
+
+from .inputs import DTYPES
+
+Parsed = TypeVar("Parsed")
 
 
 class UsageError(ValueError):
     """An option has a wrong value, or options do not go together; the message names the option."""
 
 
+def argument(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """A parser whose ValueError message argparse shows."""
+
+    def parsed(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {text}")
+    return number
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a positive number, got {text}")
+    return int(text)
+
+
+def listed(text: str) -> list[str]:
+    """The names of a comma-separated list, each once.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ValueError("expected at least one, got none")
+    return list(dict.fromkeys(found))
+
+
+def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
+    """Parser of a comma-separated list; "all" takes every name.
+
+    Args:
+        others: what each name that stands for an allowed one stands for.
+    """
+    known = {name: name for name in allowed} | dict(others or {})
+
+    def parse(text: str) -> list[str]:
+        chosen = list(allowed) if text == "all" else listed(text)
+        unknown = [shown_name(name, known) for name in chosen if name not in known]
+        if unknown:
+            raise ValueError(f"expected {', '.join(allowed)} or all, got {', '.join(unknown)}")
+        return list(dict.fromkeys(known[name] for name in chosen))
+
+    return argument(parse)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--dtype": {
+        "choices": list(DTYPES),
+        "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)",
+    },
+    "--json": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as JSON"},
+    "--csv": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as CSV"},
+    "--plot": {"type": Path, "metavar": "PATH", "help": "draw the rows of this run (png, svg or pdf)"},
+    "--update-results": {
+        "action": "store_true",
+        "help": "merge the rows into bench/results/<gpu>.json",
+    },
+    "--commit": {
+        "metavar": "HASH",
+        "help": "what is measured, recorded where this is no git checkout",
+    },
+    "--seed": {"type": int, "default": 0, "help": "of the random inputs (default: 0)"},
+    "--quick": {"action": "store_true", "help": "the first of the shapes only, and fewer repeats"},
+}
+
+
+def add_options(parser: argparse.ArgumentParser, *options: str, **changes: Any) -> None:
+    """Options of OPTIONS, such as "--json"; `changes` replace what argparse is told of each of them."""
+    for option in options:
+        parser.add_argument(option, **{**OPTIONS[option], **changes})
+
+
 def check_outputs(args: argparse.Namespace) -> None:
-    """Whether the files of OUTPUTS that the options name can be written, to be asked before a long run.
+    """Whether the files that the options name can be written, to be asked before a long run.
 
     Raises:
         UsageError: one cannot be written.
     """
-    for name in OUTPUTS:
+    for name in ("json", "csv", "plot"):
         path: Path | None = getattr(args, name, None)
         if path is not None:
             _check_writable(f"--{name}", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from tfla_tk.backends.triton.variants import variants
 from tfla_tk.core.checks import shown_name
 
-from .operators import OPERATORS, Operator
+from .operators import FORMS, OPERATORS, Operator
 from .rivals import RIVALS, rivals_of
 from .usage import UsageError
 
@@ -60,20 +61,19 @@ def find_variants(
         UsageError: a name that is a backend of no operator.
     """
     check_named(list(OPERATORS.values()), backends, rivals=rivals)
-    families = COMPARED if rivals else FAMILIES
+    every = (COMPARED if rivals else FAMILIES) if on_gpu else ("reference",)
     named = backends is not None
-    chosen = tuple(backends) if backends is not None else families if on_gpu else ("reference",)
     found: dict[str, Variant] = {}
-    for name in chosen:
-        family, colon, _ = name.partition(":")
+    for name in every if backends is None else backends:
+        # what it lacks another operator of the same command may have
         if not _has(operator, name):
-            # another operator of the same command may have it
-            new = []
-        elif colon or family == "tk":
+            continue
+        if ":" in name or name == "tk":
             new = [Variant(name, name, named=named)]
+        elif name == "reference" and on_gpu:
+            new = [Variant(name, name, family_named=named)]
         else:
-            whole = family == "reference" and on_gpu
-            calls = [family] if whole else _variants_of(operator, family, rivals=rivals)
+            calls = _variants_of(operator, name, rivals=rivals)
             new = [Variant(call, call, family_named=named) for call in calls]
         for variant in new:
             found.setdefault(variant.call, variant)
@@ -81,10 +81,7 @@ def find_variants(
 
 
 def check_named(
-    operators: Sequence[Operator],
-    backends: Sequence[str] | None,
-    *,
-    rivals: bool = False,
+    operators: Sequence[Operator], backends: Sequence[str] | None, *, rivals: bool = False
 ) -> None:
     """Whether each backend that the user named is one of at least one of the operators.
 
@@ -96,7 +93,6 @@ def check_named(
         UsageError: names the option, what was expected and what came.
     """
     families = COMPARED if rivals else FAMILIES
-    given = ", ".join(operator.name for operator in operators)
     for name in backends or ():
         family, colon, detail = name.partition(":")
         if family not in families or (colon and not detail):
@@ -104,23 +100,23 @@ def check_named(
             raise UsageError(f"--backends: expected {', '.join(families)} or name:variant, got {got}")
         if name in RIVALS and not rivals:
             raise UsageError(f"--backends: expected a backend of the public functions, got {name!r}")
-        if any(_has(operator, name) for operator in operators):
-            continue
         able = [operator.name for operator in OPERATORS.values() if _has(operator, name)]
-        if able:
-            raise UsageError(f"--op: expected any of {', '.join(able)} for the backend {name}, got {given}")
-        known = dict.fromkeys(
-            call for operator in OPERATORS.values() for call in _variants_of(operator, family, rivals=rivals)
-        )
-        got = shown_name(name, known)
-        raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {got}")
+        if not able:
+            each = (_variants_of(operator, family, rivals=rivals) for operator in OPERATORS.values())
+            known = list(dict.fromkeys(itertools.chain.from_iterable(each)))
+            got = shown_name(name, known)
+            raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {got}")
+        given = [operator.name for operator in operators]
+        if not set(able) & set(given):
+            expected = f"any of {', '.join(able)} for the backend {name}"
+            raise UsageError(f"--op: expected {expected}, got {', '.join(given)}")
 
 
 def _has(operator: Operator, name: str) -> bool:
     """Whether an operator has a backend: a family, or a single variant of it."""
-    family, _, detail = name.partition(":")
+    family, colon, _ = name.partition(":")
     calls = _variants_of(operator, family, rivals=True)
-    if not detail:
+    if not colon:
         return bool(calls)
     # the chunk size of a Triton variant may be any
     return name in calls or (family == "triton" and _without_size(name) in map(_without_size, calls))
@@ -131,7 +127,7 @@ def _variants_of(operator: Operator, family: str, *, rivals: bool) -> list[str]:
     if family == "tk":
         return ["tk"]
     if family == "reference":
-        return [f"reference:{form}" for form in operator.forms]
+        return [f"reference:{form}" for form in FORMS]
     found = variants(operator.function) if family == "triton" else []
     return [*found, *rivals_of(operator.name, family)] if rivals else found
 

@@ -17,18 +17,7 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
-_TENSORS = (
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "A_log",
-    "dt_bias",
-    "initial_state",
-    "cu_seqlens",
-    "cu_seqlens_cpu",
-)
+_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _OPTIONS = (
     "scale",
     "output_final_state",
@@ -97,21 +86,11 @@ def chunk_delta_rule(
     beta is [B, T, HV].
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
+    flags = use_qk_l2norm_in_kernel, False, False, False
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_delta_rule",
         (q, k, v, None, beta, None, None, initial_state, cu_seqlens, cu_seqlens_cpu),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            False,
-            False,
-            False,
-            False,
-            chunk_size,
-            False,
-            backend,
-        ),
+        (scale, output_final_state, *flags, False, chunk_size, False, backend),
     )
     return result
 
@@ -200,21 +179,11 @@ def chunk_gated_delta_rule(
     if cp_context is not None:
         _check_no_context(cp_context)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_gated_delta_rule",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            state_v_first,
-            chunk_size,
-            True,
-            backend,
-        ),
+        (scale, output_final_state, *flags, state_v_first, chunk_size, True, backend),
     )
     return result
 

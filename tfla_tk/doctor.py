@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tfla_tk import env
 from tfla_tk.backends.triton.installation import triton_version
@@ -193,7 +192,7 @@ def _choices(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
-    choice = which(name, *EXAMPLES[name](requires_grad))
+    choice = which(name, *_example(name, requires_grad))
     on_gpu = torch.cuda.is_available()
     # without a GPU it alone counts: what else a refusal tells is of the example, which then lies on the CPU
     reasons = {
@@ -237,96 +236,49 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{cause}: every operator runs on {names} here."
 
 
-def _mlstm_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v, i, f of a small call: one batch entry, one head, 64 tokens, head dims 128 and 256."""
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    operands = [torch.zeros(1, 1, 64, dim, device=device, dtype=dtype) for dim in (128, 128, 256)]
-    gates = [torch.zeros(1, 1, 64, device=device) for _ in range(2)]
-    return [tensor.requires_grad_(requires_grad) for tensor in (*operands, *gates)]
-
-
-def _sequence_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v, i, f, c, n of a few tokens of that call."""
-    *operands, i, f = [tensor[:, :, -8:].detach() for tensor in _mlstm_example(False)]
-    q, k, v = (tensor.requires_grad_(requires_grad) for tensor in operands)
-    c = i.new_zeros(1, 1, q.shape[-1], v.shape[-1])
-    return [q, k, v, i, f, c, c[..., 0]]
-
-
-def _step_example(requires_grad: bool) -> list[Tensor]:
-    """The same of one of them."""
-    *operands, i, f, c, n = _sequence_example(False)
-    q, k, v = (tensor[:, :, 0].requires_grad_(requires_grad) for tensor in operands)
-    return [q, k, v, i[..., :1], f[..., :1], c, n]
-
-
-def _with_m(example: Callable[[bool], list[Tensor]]) -> Callable[[bool], list[Tensor]]:
-    """The same of the exponential gate."""
-
-    def extended(requires_grad: bool) -> list[Tensor]:
-        found = example(requires_grad)
-        return [*found, found[-1][..., :1]]
-
-    return extended
-
-
-def _linear_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v of a small call: one batch entry, 64 tokens, one head, head dims 128 and 128."""
-    q, k, v, *_ = (tensor.detach() for tensor in _mlstm_example(False))
-    return [x.transpose(1, 2).requires_grad_(requires_grad) for x in (q, k, v[..., :128])]
-
-
-def _gated_example(requires_grad: bool) -> list[Tensor]:
-    """The same and g, a decay per token."""
-    q, k, v = _linear_example(requires_grad)
-    return [q, k, v, torch.zeros(v.shape[:3], device=v.device).requires_grad_(requires_grad)]
-
-
-def _lightning_example(requires_grad: bool) -> list[Any]:
-    """q, k, v, the number of the layer and of all layers."""
-    return [*_linear_example(requires_grad), 0, 1]
-
-
-def _delta_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v and beta."""
-    return _gated_example(requires_grad)
-
-
-def _gated_delta_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v, g and beta."""
-    *operands, g = _gated_example(requires_grad)
-    return [*operands, g, torch.zeros_like(g).requires_grad_(requires_grad)]
-
-
-def _channel_gated_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v and g, a decay per token and key channel."""
-    q, k, v = _linear_example(requires_grad)
-    return [q, k, v, torch.zeros(q.shape, device=q.device).requires_grad_(requires_grad)]
-
-
-def _one_token(example: Callable[[bool], list[Tensor]], count: int = 4) -> Callable[[bool], list[Tensor]]:
-    """The first `count` arguments of an example with one token."""
-    return lambda requires_grad: [x[:, :1] for x in example(requires_grad)[:count]]
-
-
-EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
-    "chunk_delta_rule": _delta_example,
-    "chunk_gated_delta_rule": _gated_delta_example,
-    "chunk_gla": _channel_gated_example,
-    "chunk_lightning_attn": _lightning_example,
-    "chunk_retention": _linear_example,
-    "chunk_simple_gla": _gated_example,
-    "fused_recurrent_delta_rule": _one_token(_delta_example),
-    "fused_recurrent_gated_delta_rule": _one_token(_gated_delta_example),
-    "fused_recurrent_gla": _one_token(_channel_gated_example),
-    "fused_recurrent_retention": _one_token(_linear_example),
-    "fused_recurrent_simple_gla": _one_token(_gated_example),
-    "mlstm_chunkwise": _mlstm_example,
-    "mlstm_siging_chunkwise": _mlstm_example,
-    "mlstm_step": _with_m(_step_example),
-    "mlstm_siging_step": _step_example,
-    "mlstm_sequence": _with_m(_sequence_example),
-    "mlstm_siging_sequence": _sequence_example,
+# of every operator the arguments of its example behind q, k and v; numbers are themselves
+EXAMPLES: dict[str, tuple[str | int, ...]] = {
+    "chunk_delta_rule": ("beta",),
+    "chunk_gated_delta_rule": ("g", "beta"),
+    "chunk_gla": ("g of channels",),
+    "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
+    "chunk_retention": (),
+    "chunk_simple_gla": ("g",),
+    "fused_recurrent_delta_rule": ("beta",),
+    "fused_recurrent_gated_delta_rule": ("g",),
+    "fused_recurrent_gla": ("g of channels",),
+    "fused_recurrent_retention": (),
+    "fused_recurrent_simple_gla": ("g",),
+    "mlstm_chunkwise": ("i", "f"),
+    "mlstm_siging_chunkwise": ("i", "f"),
+    "mlstm_step": ("i", "f", "c", "n", "m"),
+    "mlstm_siging_step": ("i", "f", "c", "n"),
+    "mlstm_sequence": ("i", "f", "c", "n", "m"),
+    "mlstm_siging_sequence": ("i", "f", "c", "n"),
 }
+
+
+def _example(name: str, requires_grad: bool) -> list[Any]:
+    """The arguments of a small call: one batch entry, one head, 64 tokens, or of decoding 8 or one; head dims
+    128 and 256 of mLSTM, else 128 and 128."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    is_mlstm = name.startswith("mlstm")
+    dim_v = 256 if is_mlstm else 128
+    tokens = [64]
+    if _decodes(name):
+        tokens = [8] if name.endswith("_sequence") else [] if is_mlstm else [1]
+    sizes = [1, 1, *tokens] if is_mlstm else [1, *tokens, 1]
+    shapes = {"q": [*sizes, 128], "k": [*sizes, 128], "v": [*sizes, dim_v], "g of channels": [*sizes, 128]}
+    shapes |= {"c": [1, 1, 128, dim_v], "n": [1, 1, 128], "m": [1, 1, 1]}
+    found: list[Any] = []
+    for argument in ("q", "k", "v", *EXAMPLES[name]):
+        if isinstance(argument, int):
+            found.append(argument)
+            continue
+        is_operand = argument in ("q", "k", "v")
+        shape = shapes.get(argument, sizes if tokens else [1, 1, 1])  # else of a gate
+        tensor = torch.zeros(shape, device=device, dtype=dtype if is_operand else torch.float32)
+        found.append(
+            tensor.requires_grad_(requires_grad and (is_operand or not (is_mlstm and _decodes(name))))
+        )
+    return found

@@ -48,21 +48,7 @@ OMP_NUM_THREADS = Variable(
     "OMP_NUM_THREADS", "threads of PyTorch on a CPU, read by PyTorch itself; without it the commands take one"
 )
 
-VARIABLES = (
-    NVCC,
-    CUDA_HOME,
-    THUNDERKITTENS_ROOT,
-    THUNDERKITTENS_URL,
-    CACHE_DIR,
-    JOBS,
-    XDG_CACHE_HOME,
-    NVCC_CCBIN,
-    NVCC_PREPEND_FLAGS,
-    NVCC_APPEND_FLAGS,
-    PTXAS_GATE,
-    TRITON_INTERPRET,
-    OMP_NUM_THREADS,
-)
+VARIABLES = tuple(found for found in list(globals().values()) if isinstance(found, Variable))
 
 
 def cache_dir() -> Path:

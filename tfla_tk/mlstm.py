@@ -119,19 +119,11 @@ def mlstm_chunkwise(
             process calls with its local tensors, sharded over batch and heads.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
+    of_backends = recompute_states_in_bw, autocast_kernel_dtype
     h, state = _chunkwise.serve(
         "mlstm_chunkwise",
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
-        (
-            False,
-            True,
-            return_last_states,
-            eps,
-            chunk_size,
-            recompute_states_in_bw,
-            autocast_kernel_dtype,
-            backend,
-        ),
+        (False, True, return_last_states, eps, chunk_size, *of_backends, backend),
     )
     if not return_last_states:
         return h
@@ -178,19 +170,11 @@ def mlstm_siging_chunkwise(
         place of B with cu_seqlens) in fp32 (fp64 for fp64 q, k, v), whatever dtypes gates and initial state
         have; n is zeros with normalize=False.
     """
+    of_backends = recompute_states_in_bw, autocast_kernel_dtype
     h, state = _chunkwise.serve(
         "mlstm_siging_chunkwise",
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
-        (
-            True,
-            normalize,
-            return_last_states,
-            eps,
-            chunk_size,
-            recompute_states_in_bw,
-            autocast_kernel_dtype,
-            backend,
-        ),
+        (True, normalize, return_last_states, eps, chunk_size, *of_backends, backend),
     )
     if not return_last_states:
         return h

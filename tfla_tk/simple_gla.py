@@ -169,18 +169,10 @@ def chunk_lightning_attn(
             with g_gamma.
         g_gamma: log decay per head [HV]: minus the slopes.
     """
+    g_gamma = _lightning_decay(v, layer_idx, num_layers, g_gamma)
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_lightning_attn",
-        (
-            q,
-            k,
-            v,
-            None,
-            _lightning_decay(v, layer_idx, num_layers, g_gamma),
-            initial_state,
-            cu_seqlens,
-            None,
-        ),
+        (q, k, v, None, g_gamma, initial_state, cu_seqlens, None),
         (scale, output_final_state, False, chunk_size, backend),
     )
     return result

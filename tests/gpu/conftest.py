@@ -1,146 +1,49 @@
-"""Inputs, the operators under test, their fp64 truth and the errors against it."""
+"""Fixtures of the GPU tests: operators, dtypes, and the kernels' forms that calls are forced into.
+
+Parameters of tests are combined in pairs, as in tests/cpu: three and more of them are not all tried with one
+another, but for tests marked `product`.
+"""
 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import tfla_tk
+from tests.pairs import in_pairs
 from tfla_tk import delta_rule, gla, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
 from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
+from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
-from tfla_tk.bench.operators import KINK
+from tfla_tk.core import memo
+from tfla_tk.core.layout import SEGMENT_CHUNKS
 
-DEVICE = "cuda"
+from .accuracy import TOLERANCE
+from .mlstm import OPERATORS, Operator
 
-Tensors = dict[str, Tensor]
-
-# relative Frobenius error of h and c; n and m are fp32 sums that never pass through the operands' dtype
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.25e-3}
-NORM_TOLERANCE = 1e-5
-# relative Frobenius error of the gradient of q, k, v and the states, and of the gates
-GRADIENT_TOLERANCE = {torch.bfloat16: (8e-3, 1e-2), torch.float16: (2e-3, 2.5e-3)}
-# Size of a row of h relative to v beyond which the row's dh is drawn smaller: without that one row has half
-# of dq's squared norm in a tenth of all draws, and its rounding does not average out.
-LARGE_H = 4
-# Size of a gradient, relative to dh, below which it counts as vanished and only its size is checked: the
-# gradient of the only token that a row sees is a difference of equal terms.
-VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
+HERE = Path(__file__).parent
 KEPT_BYTES = 2**30  # of memory of the GPU that a process may keep between tests
 
 
-@dataclass(frozen=True)
-class Operator:
-    """A public function with one choice of its gate and normaliser."""
-
-    function: str
-    states: tuple[str, ...]
-    options: dict[str, Any]
-
-    def __call__(self, inputs: Tensors, backend: str = "tk", **options: Any) -> Any:
-        """The public function's own result; ``inputs`` are its tensors by argument name."""
-        return getattr(tfla_tk, self.function)(**inputs, **self.options, **options, backend=backend)
-
-    def run(self, inputs: Tensors, backend: str = "tk") -> Tensors:
-        """h and the last state by name."""
-        h, last = self(inputs, backend, return_last_states=True)
-        return {"h": h, **dict(zip(("c", "n", "m"), last, strict=False))}
-
-    def run_sequential(self, inputs: Tensors) -> Tensors:
-        """`run` by the kernel that the ablation of bench/ takes."""
-        names = "q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens"
-        sigmoid_gate, normalize = self.function != "mlstm_chunkwise", self.options.get("normalize", True)
-        options = tk_forward.Options(sigmoid_gate, normalize, 1e-6, True, False, sequential=True)
-        h, c, n, m, *_ = tk_forward.run(tuple(inputs.get(name) for name in names), options)
-        return {name: x for name, x in zip("hcnm", (h, c, n, m), strict=True) if x is not None}
-
-    def truth(self, inputs: Tensors) -> Tensors:
-        """The chunkwise reference in fp64 on the same rounded inputs."""
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-        return self.run(exact, "reference")
-
-    def draw_cotangents(self, x: Tensors, last: bool, seed: int = 7) -> Tensors:
-        """Of h, and on request of the last c and n."""
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=DEVICE)
-
-        found = {"h": torch.empty_like(x["v"]).copy_(normal(*x["v"].shape))}
-        found["h"] *= self.row_weights(x)[..., None].to(found["h"])
-        if last:
-            batch, heads, _, dim_qk = x["q"].shape
-            count = batch if "cu_seqlens" not in x else x["cu_seqlens"].numel() - 1
-            found["c"] = normal(count, heads, dim_qk, x["v"].shape[-1])
-            if len(self.states) > 1:
-                found["n"] = normal(count, heads, dim_qk)
-        return found
-
-    def row_weights(self, x: Tensors) -> Tensor:
-        """What the rows of dh are drawn with, [B, NH, S], so that rounding in one row is not the whole error.
-
-        0 where q.n is hardly more or less than its floor: the gradient through the normaliser jumps there,
-        and rounding decides on which side it is taken. Less than 1 where h is much larger than v: q.n is a
-        small difference there, and what the row adds to a gradient grows with the square of h.
-        """
-        normalize = self.options.get("normalize", True)
-        if not normalize or x["i"].numel() == 0:
-            return torch.ones_like(x["i"])
-        gates = (x[name].float() for name in ("i", "f"))
-        given = (x.get(name) for name in ("c_initial", "n_initial", "m_initial", "cu_seqlens"))
-        options = (self.function != "mlstm_chunkwise", normalize, 1e-6, False, True)
-        with torch.no_grad():
-            h, *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(x["q"], x["k"], x["v"], *gates, *given, *options)
-        floor = torch.ones_like(d) if m.numel() == 0 else torch.exp(-m.double())
-        kink = (d.double().abs() / floor - 1).abs() < KINK
-        assert kink.sum() <= 10 + 0.01 * kink.numel()
-        relative = h.float().square().mean(-1) / x["v"].float().square().mean()
-        weights = (LARGE_H**2 / relative).clamp(max=1).nan_to_num(nan=1)
-        return weights.masked_fill(kink, 0)
-
-    def gradients(
-        self, x: Tensors, cotangents: Tensors, backend: str = "tk", names: tuple[str, ...] = ()
-    ) -> Tensors:
-        """The gradients of x's tensors by name, of `names` alone where there are any."""
-        fixed = ("m_initial", "cu_seqlens")
-        wanted = names or tuple(name for name in x if name not in fixed)
-        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
-        outputs = self.run(leaves, backend) if "c" in cotangents else {"h": self(leaves, backend)}
-        found = torch.autograd.grad(
-            [outputs[name] for name in cotangents],
-            [leaves[name] for name in wanted],
-            list(cotangents.values()),
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return dict(zip(wanted, found, strict=True))
-
-    def true_gradients(self, x: Tensors, cotangents: Tensors, form: str = "reference") -> Tensors:
-        """Autograd of the reference in fp64 on the same rounded inputs."""
-        exact, given = (
-            {name: t.double() if t.is_floating_point() else t for name, t in group.items()}
-            for group in (x, cotangents)
-        )
-        return self.gradients(exact, given, form)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "product: all combinations of the parameters count, not pairs of them")
 
 
-OPERATORS = {
-    "exp": Operator("mlstm_chunkwise", ("c_initial", "n_initial", "m_initial"), {}),
-    "sig": Operator("mlstm_siging_chunkwise", ("c_initial", "n_initial"), {"normalize": True}),
-    "sig_unnormalised": Operator("mlstm_siging_chunkwise", ("c_initial",), {"normalize": False}),
-}
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    own = [item for item in items if HERE in item.path.parents and not item.get_closest_marker("product")]
+    left_out = {*own} - {*in_pairs(own)}
+    config.hook.pytest_deselected(items=[item for item in own if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -170,136 +73,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture
-def make_inputs() -> Callable[..., Tensors]:
-    """Draws q, k, v, i, f and the initial state's tensors that are named."""
-
-    def make(
-        batch: int = 2,
-        heads: int = 3,
-        seq: int = 300,
-        dims: tuple[int, int] = (128, 256),
-        dtype: torch.dtype = torch.bfloat16,
-        states: tuple[str, ...] = (),
-        seed: int = 0,
-        device: str = DEVICE,
-    ) -> Tensors:
-        generator = torch.Generator(device).manual_seed(seed)
-        dim_qk, dim_v = dims
-        rows = (batch, heads, seq)
-
-        def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
-        found = {name: normal(*rows, dim_qk, dtype=dtype) for name in ("q", "k")}
-        found["v"] = normal(*rows, dim_v, dtype=dtype)
-        found["i"] = normal(*rows)
-        found["f"] = normal(*rows) + 3
-        shapes: dict[str, tuple[int, ...]] = {
-            "c_initial": (dim_qk, dim_v),
-            "n_initial": (dim_qk,),
-            "m_initial": (1,),
-        }
-        return found | {name: normal(batch, heads, *shapes[name]) for name in states}
-
-    return make
-
-
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Relative Frobenius error; 0 where both are zero, inf or NaN where only the truth is, or one is NaN."""
-    assert found.shape == truth.shape
-    difference = (found.double() - truth.double()).norm().item()
-    norm = truth.double().norm().item()
-    if difference == 0:
-        return 0.0
-    return difference / norm if norm else math.inf
-
-
-@pytest.fixture
-def rel_err() -> Callable[[Tensor, Tensor], float]:
-    return relative_error
-
-
-@pytest.fixture
-def assert_accurate() -> Callable[..., None]:
-    """Holds every result against the truth: dtypes, shapes, errors (n and m within ``norm_tolerance``)."""
-
-    def check(found: Tensors, truth: Tensors, norm_tolerance: float = NORM_TOLERANCE) -> None:
-        assert found.keys() == truth.keys()
-        dtype = found["h"].dtype
-        assert {x.dtype for name, x in found.items() if name != "h"} <= {torch.float32}
-        errors = {name: relative_error(x, truth[name]) for name, x in found.items()}
-        limits = {name: TOLERANCE[dtype] if name in "hc" else norm_tolerance for name in found}
-        # not(<=): NaN fails
-        failed = {name: error for name, error in errors.items() if not error <= limits[name]}
-        assert not failed, f"relative errors {failed} exceed {limits}"
-
-    return check
-
-
-def without_overflow(name: str, grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with zeros where the dtype can hardly store the truth: what counts there is size and sign."""
-    near_largest = 0.9 * torch.finfo(grad.dtype).max
-    beyond = (exact.to(grad.dtype).isinf() | grad.isinf()) & (exact.abs() > near_largest)
-    assert (grad.double() * exact.sign())[beyond].gt(near_largest).all(), name
-    return grad.masked_fill(beyond, 0.0), exact.masked_fill(beyond, 0.0)
-
-
-@pytest.fixture
-def assert_gradients() -> Callable[..., None]:
-    """Holds gradients against the truth; where they may vanish, relative to dh."""
-
-    def check(found: Tensors, expected: Tensors, dtype: torch.dtype, dh: Tensor | None = None) -> None:
-        assert found.keys() == expected.keys()
-        failed = {}
-        for name in found:
-            grad, exact = without_overflow(name, found[name], expected[name].double())
-            limit = GRADIENT_TOLERANCE[dtype][name in ("i", "f")]
-            error = relative_error(grad, exact)
-            size = 0.0 if dh is None else VANISHED[name] * dh.double().norm().item()
-            if exact.norm().item() < size:
-                error = (grad.double() - exact).norm().item() / size
-            # not(<=): NaN fails
-            if not error <= limit:
-                failed[name] = error
-        assert not failed, f"relative errors {failed} exceed {GRADIENT_TOLERANCE[dtype]}"
-
-    return check
-
-
-@pytest.fixture
-def compare(assert_gradients: Callable[..., None]) -> Callable[..., Tensors]:
-    """Gradients by the kernels, held against the truth."""
-
-    def compare(operator: Operator, x: Tensors, *, last: bool = True, vanishing: bool = False) -> Tensors:
-        cotangents = operator.draw_cotangents(x, last)
-        found = operator.gradients(x, cotangents)
-        for name, grad in found.items():
-            assert (grad.shape, grad.dtype) == (x[name].shape, x[name].dtype), name
-        dh = cotangents["h"] if vanishing else None
-        assert_gradients(found, operator.true_gradients(x, cotangents), x["q"].dtype, dh)
-        return found
-
-    return compare
-
-
-def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:
-    """x with the offsets of its packed sequences."""
-    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, dtype)}
-
-
-@pytest.fixture
-def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Packed sequences with an initial state each."""
-
-    def draw(
-        operator: Operator, lengths: list[int], dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16
-    ) -> Tensors:
-        drawn = make_inputs(len(lengths), 3, 1, dims, states=operator.states, seed=1)
-        x = make_inputs(1, 3, sum(lengths), dims, dtype) | {name: drawn[name] for name in operator.states}
-        return pack(x, lengths)
-
-    return draw
+@pytest.fixture(params=["plain", "op"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call, whose dq begins with the states that the forward left, and the op, which makes them."""
+    if request.param == "op":
+        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
 
 
 @pytest.fixture
@@ -337,9 +115,12 @@ def new_calls() -> Iterator[None]:
 
 @pytest.fixture
 def cut_every(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> Callable[[int], None]:
-    """Cuts every sequence into segments of so many chunks, forward and backward."""
+    """Cuts every sequence into segments of so many chunks, forward and backward; 0: as its sizes ask for."""
 
     def cut_every(chunks: int) -> None:
+        if not chunks:
+            return
+
         def cut(sequences: int, tokens: int, *_: int) -> segments.Cut:
             return segments.Cut(sequences * -(-tokens // (chunks * segments.CHUNK)), chunks)
 
@@ -351,3 +132,37 @@ def cut_every(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> Callable[[int
         forget_calls()
 
     return cut_every
+
+
+# Forms of the delta rule's launches, by what they set of a call's sizes. The chunk matrices are made by the
+# forward's walk, by CTAs beside it or by a launch before it. A split walks the segments of a sequence at
+# once, each from a lead before it, or carries states from one to the next.
+_WHOLE = {"split": None}
+_TWO_WALKERS = {"makers": 0, "walkers": 2, "forward_walkers": 2, **_WHOLE}
+_SPLIT = {"split": property(lambda shape: shape.cut_into(SEGMENT_CHUNKS))}
+DELTA_FORMS: dict[str, dict[str, Any]] = {
+    "in walk": {"walk_makes_matrices": True, **_TWO_WALKERS},
+    "before two walkers": {"walk_makes_matrices": False, **_TWO_WALKERS},
+    "before": {"makers": 0},
+    "whole": _WHOLE,
+    "leads": {"longest_lead": SEGMENT_CHUNKS, **_SPLIT},
+    "carried": {"longest_lead": 0, **_SPLIT},
+}
+
+
+@pytest.fixture
+def take_form(
+    monkeypatch: pytest.MonkeyPatch, new_calls: None, cut_every: Callable[[int], None]
+) -> Callable[[str], None]:
+    """Has calls take one of DELTA_FORMS, or "cut": segments of two chunks; "": what their sizes ask for."""
+    rule = {name: DeltaShape.__dict__[name] for form in DELTA_FORMS.values() for name in form}
+
+    def take_form(form: str) -> None:
+        if form == "cut":
+            cut_every(2)
+            return
+        for name, value in (rule | DELTA_FORMS.get(form, {})).items():
+            monkeypatch.setattr(DeltaShape, name, value)
+        forget_calls()
+
+    return take_form

@@ -1,9 +1,15 @@
-"""What the GPU tests of decoding share: names, shapes, tolerances and the comparison of states."""
+"""What the GPU tests of decoding share: the functions, names, shapes, tolerances, and how states compare."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+import tfla_tk
 
 Tensors = dict[str, Tensor]
 
@@ -48,3 +54,85 @@ def assert_close(found: Tensors, truth: Tensors) -> None:
 
 def clone(x: Tensors) -> Tensors:
     return {name: t.clone() for name, t in x.items()}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Public functions with one choice of their gate and normaliser.
+
+    Attributes:
+        prefix: of the functions' names.
+        tokens: of a call to mlstm_sequence; None: one, to mlstm_step.
+    """
+
+    prefix: str
+    options: dict[str, Any]
+    tokens: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return NAMES if self.prefix == "mlstm" else NAMES[:-1]
+
+    @property
+    def token_dim(self) -> int:
+        """Of the heads, which a view of [B, S, NH, D], or of [B, NH, D], has elsewhere in memory."""
+        return 0 if self.tokens is None else 1
+
+    def function(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(tfla_tk, f"{self.prefix}_{name}")
+        return found
+
+    def __call__(self, x: Tensors, backend: str = "tk", **options: Any) -> Tensors:
+        """h and the last state by name."""
+        call = self.function("step" if self.tokens is None else "sequence")
+        h, state = call(**{name: x[name] for name in self.names}, **self.options, **options, backend=backend)
+        return {"h": h, **dict(zip(STATE, state, strict=False))}
+
+    def truth(self, x: Tensors) -> Tensors:
+        """The recurrence in fp64 on the same rounded inputs."""
+        return self({name: t.double() for name, t in x.items()}, "reference")
+
+    def by_steps(self, x: Tensors, **options: Any) -> Tensors:
+        """What a call of several tokens computes, token by token."""
+        state = [x[name] for name in self.names[5:]]
+        outputs = []
+        for t in range(x["q"].shape[2]):
+            token = [x[name][:, :, t] for name in "qkv"] + [x[name][:, :, t : t + 1] for name in "if"]
+            h, state = self.function("step")(*token, *state, **self.options, **options, backend="tk")
+            outputs.append(h)
+        return {"h": torch.stack(outputs, 2), **dict(zip(STATE, state, strict=False))}
+
+    def draw(
+        self,
+        batch: int = 2,
+        heads: int = 3,
+        dims: tuple[int, int] = (128, 256),
+        dtype: torch.dtype = torch.bfloat16,
+        state: torch.dtype = torch.float32,
+        seed: int = 0,
+        device: str = DEVICE,
+        seq: int | None = None,
+    ) -> Tensors:
+        """Tokens, so many as a call takes or `seq`, and the state before them."""
+        generator = torch.Generator(device).manual_seed(seed)
+        dim_qk, dim_v = dims
+        seq = self.tokens if seq is None else seq
+        rows = () if seq is None else (seq,)
+        shapes = (
+            *((*rows, dim_qk), (*rows, dim_qk), (*rows, dim_v), rows or (1,), rows or (1,)),
+            *((dim_qk, dim_v), (dim_qk,), (1,)),
+        )
+        found = {
+            name: torch.randn(batch, heads, *shape, generator=generator, device=device)
+            for name, shape in zip(NAMES, shapes, strict=True)
+        }
+        found["f"] += 3
+        kinds = {**dict.fromkeys("qkv", dtype), **dict.fromkeys(STATE, state)}
+        return {name: t.to(kinds.get(name, torch.float32)) for name, t in found.items()}
+
+
+GATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "exp": ("mlstm", {}),
+    "sig": ("mlstm_siging", {"normalize": True}),
+    "sig_unnormalised": ("mlstm_siging", {"normalize": False}),
+}

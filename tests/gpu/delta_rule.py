@@ -15,13 +15,14 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE
+from .accuracy import TOLERANCE
 from .linear import (
     Normal,
     Tensors,
     check_both,
     draw_cotangents,
     draw_operands,
+    pack,
     run,
     train,
 )
@@ -103,10 +104,7 @@ def with_keys_of(norm: float, x: Tensors) -> Tensors:
 
 
 def check(
-    x: Tensors,
-    function: Any = chunk_gated_delta_rule,
-    wider: dict[str, float] | None = None,
-    **options: Any,
+    x: Tensors, function: Any = chunk_gated_delta_rule, wider: dict[str, float] | None = None, **options: Any
 ) -> None:
     """Forward and backward; wider: other tolerances of gradients."""
     check_both(x, function, {"dv": TOLERANCE[x["v"].dtype]} | (wider or {}), **options)
@@ -128,7 +126,7 @@ def draw_kind(kind: str, seq: int, batch: int = 2, **options: Any) -> Tensors:
 
 def draw_packed(kind: str, lengths: list[int], offsets: torch.dtype = torch.int64, **options: Any) -> Tensors:
     x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths), **options)
-    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to("cuda", offsets)}
+    return pack(x, offsets, lengths)
 
 
 def draw_lengths(kind: str, lengths: list[int] | None, seq: int = 700, **options: Any) -> Tensors:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 import tfla_tk
 from tfla_tk import chunk_simple_gla
 
-from .conftest import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
+from .accuracy import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
 from .memory import LENGTHS, uninitialised_memory_is_nan
 
 Tensors = dict[str, Tensor]
@@ -60,6 +60,87 @@ def draw_operands(
     return {name: t.to(dtype) for name, t in found.items()}
 
 
+def draw_simple_gla(
+    batch: int = 2,
+    seq: int = 300,
+    heads: int = 2,
+    value_heads: int | None = None,
+    dims: tuple[int, int] = (128, 256),
+    dtype: torch.dtype = torch.bfloat16,
+    gates: str = "usual",
+    states: bool = True,
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Tensors:
+    """q, k, v, g and, on request, an initial state, [B, T, H, D]."""
+    normal = Normal(seed)
+    value_heads = heads if value_heads is None else value_heads
+    found = draw_operands(normal, batch, seq, heads, value_heads, dims, dtype)
+    g = logsigmoid(normal(batch, seq, value_heads) + 2)
+    closed = normal(batch, seq, value_heads) > 0.7
+    if gates == "none":
+        g = torch.zeros_like(g)
+    elif gates == "slow":
+        g = g * 1e-3
+    elif gates == "closed":
+        g = torch.where(closed, -torch.inf, g)
+    elif gates == "-50":
+        g = torch.full_like(g, -50.0)
+    elif gates == "mixed":
+        g = torch.where(closed, -1000.0, torch.where(normal(*g.shape) > 0, 0.0, g))
+    elif gates == "growing":
+        g = 0.01 * normal(*g.shape)
+    found["g"] = g
+    if states:
+        found["initial_state"] = normal(batch if sequences is None else sequences, value_heads, *dims)
+    return found
+
+
+def draw_gla(
+    batch: int = 2,
+    seq: int = 300,
+    heads: int = 2,
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    gates: str = "usual",
+    states: bool = True,
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Tensors:
+    """q, k, v, g and, on request, an initial state, [B, T, H, D]."""
+    normal = Normal(seed)
+    found = draw_operands(normal, batch, seq, heads, heads, dims, dtype)
+    g = logsigmoid(normal(batch, seq, heads, dims[0]) + 2)
+    chosen = normal.uniform(*g.shape)
+    closed_channel = torch.arange(dims[0], device="cuda") == 5
+    found["g"] = {
+        "usual": lambda: g,
+        "none": lambda: torch.zeros_like(g),
+        "-1e-4": lambda: torch.full_like(g, -1e-4),
+        "-50": lambda: torch.full_like(g, -50.0),
+        "-1e3": lambda: torch.full_like(g, -1e3),
+        # of every kind in one channel after the other, token by token
+        "mixed": lambda: (
+            g.where(chosen > 0.03, -50.0)
+            .where(chosen > 0.01, -1e3)
+            .where(chosen < 0.7, -1e-4)
+            .where(chosen < 0.8, 0.0)
+        ),
+        "by channel": lambda: g.new_tensor([0.0, -1e-4, -50.0, -1e3]).repeat(*g.shape[:3], dims[0] // 4),
+        "one channel": lambda: g.where(~closed_channel, -torch.inf),
+        "closed": lambda: torch.full_like(g, -torch.inf),
+        "half closed": lambda: torch.where(chosen > 0.5, -torch.inf, 0.0),
+        "growing": lambda: 0.01 * normal(*g.shape),
+        # channels of 16 tokens each
+        "closed blocks": lambda: torch.where(
+            chosen[:, ::16].repeat_interleave(16, 1)[:, :seq] < 0.3, -20.0, g / 16
+        ),
+    }[gates]()
+    if states:
+        found["initial_state"] = normal(batch if sequences is None else sequences, heads, *dims)
+    return found
+
+
 def draw_cotangents(outputs: Tensors) -> list[Tensor]:
     """Gradients of o, of numbers that all dtypes of operands hold, and of the last state."""
     normal = Normal(9)
@@ -67,10 +148,9 @@ def draw_cotangents(outputs: Tensors) -> list[Tensor]:
     return [o.bfloat16().half().to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
 
 
-def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
-    """x with the offsets of sequences of LENGTHS."""
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, offsets)
-    return x
+def pack(x: Tensors, offsets: torch.dtype = torch.int64, lengths: Sequence[int] = LENGTHS) -> Tensors:
+    """x with the offsets of sequences of these lengths."""
+    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, offsets)}
 
 
 def exact(x: Tensors) -> Tensors:
@@ -99,6 +179,13 @@ def train(
     outputs = list(found.values())
     grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def both(
+    x: Tensors, function: Any, backend: str = "tk", given: list[Tensor] | None = None, **options: Any
+) -> Tensors:
+    """Of a forward alone and of a training step."""
+    return run(x, backend, function, **options) | train(x, backend, function, given, **options)
 
 
 def assert_equal(found: Tensors, expected: Tensors) -> None:

@@ -51,6 +51,12 @@ def head_last(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
+def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Slices of one tensor in their last dimension, as a projection to all of them leaves them."""
+    joint = torch.cat([*x.values()], dim=-1)
+    return dict(zip(x, joint.split([t.shape[-1] for t in x.values()], dim=-1), strict=True))
+
+
 def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     return {name: layout(t) if name in OPERANDS else t for name, t in x.items()}
 

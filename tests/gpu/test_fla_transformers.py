@@ -23,7 +23,7 @@ from ..cpu.integrations.test_fla_transformers import (
     make_model,
     results,
 )
-from .conftest import DEVICE, relative_error
+from .accuracy import DEVICE, relative_error
 from .test_fla import restored  # noqa: F401
 
 pytest.importorskip("transformers")

@@ -7,7 +7,6 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 import tfla_tk
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 
+from .accuracy import relative_error
+
 WIDTH = 128
 # batch, heads, tokens, head dims; the last ones are so long that the few heads are cut into segments
 SHAPES = {"64_64": (2, 4, 300, (64, 64)), "128_256_cut": (1, 2, 8192, (128, 256))}
 STATES = ("c", "n", "m")
-
-Error = Callable[[Tensor, Tensor], float]
 
 
 class Layer(nn.Module):
@@ -83,7 +82,7 @@ def train(layer: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gate", ["exp", "sig"])
 def test_a_graphed_module_trains_like_an_eager_one(
-    gate: str, shape: str, states: bool, before: str, rel_err: Error, new_calls: None
+    gate: str, shape: str, states: bool, before: str, new_calls: None
 ) -> None:
     """Whether no call like its own was made before, or the module has run forward and backward by then."""
     batch, heads, seq, dims = SHAPES[shape]
@@ -102,7 +101,7 @@ def test_a_graphed_module_trains_like_an_eager_one(
         inputs = draw_inputs(layer, SHAPES[shape], states, seed)
         found, expected = train(graphed, inputs), train(eager, inputs)
         assert found.keys() == expected.keys()
-        errors = {name: rel_err(found[name], t) for name, t in expected.items()}
+        errors = {name: relative_error(found[name], t) for name, t in expected.items()}
         # not(<=): NaN fails
         failed = {name: error for name, error in errors.items() if not error <= 5e-3}
         assert not failed, failed

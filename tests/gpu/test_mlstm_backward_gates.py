@@ -17,10 +17,11 @@ from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 
+from .accuracy import relative_error
 from .memory import high_and_low, launch, normal, offsets_of
 
 Formulas = Callable[..., Any]
-Error = Callable[[Tensor, Tensor], float]
+Check = Callable[..., tuple[Tensor, Tensor]]
 StateGradient = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # c, dc, n, dn
 
 REPEATS = 200
@@ -173,55 +174,48 @@ def truth(x: Problem, gate_gradients: Formulas) -> tuple[Tensor, Tensor]:
     return found
 
 
-def assert_gradients(
-    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], rel_err: Error, tolerance: float = 1e-5
-) -> None:
-    for name, x, y in zip(("di", "df"), found, expected, strict=True):
-        assert rel_err(x, y) <= tolerance, name
+@pytest.fixture
+def check(kernel: ModuleType, gate_gradients: Formulas) -> Check:
+    """Runs the kernels, holds di and df against the formulas, and gives them back."""
+
+    def check(x: Problem, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]:
+        found = run(kernel, x)
+        for name, own, true in zip(("di", "df"), found, truth(x, gate_gradients), strict=True):
+            assert relative_error(own, true) <= tolerance, name
+        return found
+
+    return check
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("slices", "parts"), [(1, 1), (3, 5), (2, 70)])
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 @pytest.mark.parametrize("seq", [1, 63, 64, 65, 512, 513, 1024, 5000])
-def test_gate_gradients(
-    gate: str,
-    seq: int,
-    states: bool,
-    slices: int,
-    parts: int,
-    kernel: ModuleType,
-    gate_gradients: Formulas,
-    rel_err: Error,
-) -> None:
+def test_gate_gradients(gate: str, seq: int, states: bool, slices: int, parts: int, check: Check) -> None:
     x = draw_gates(gate, (2, 3, seq), slices=slices, parts=parts, states=states)
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
 @pytest.mark.parametrize("forget_bias", [-8.0, 0.0, 1.0, 12.0])
 @pytest.mark.parametrize("gate", GATES)
-def test_chunks_that_forget_and_that_do_not(
-    gate: str, forget_bias: float, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
+def test_chunks_that_forget_and_that_do_not(gate: str, forget_bias: float, check: Check) -> None:
     x = draw_gates(gate, (2, 3, 3000), states=True, forget_bias=forget_bias)
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_chunks_whose_entering_part_is_not_summed(
-    gate: str, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
+def test_chunks_whose_entering_part_is_not_summed(gate: str, check: Check) -> None:
     """By one walk or by both; the sums of all rows take its place."""
     x = draw_gates(gate, (2, 3, 3000), slices=2, states=True)
     for first in (1, 2):
         x.q_dq.inter[:, :, :, first::4, 0] = torch.inf
         x.k_dk.inter[:, :, :, first + 1 :: 4, 0] = torch.inf
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
-def test_a_long_sequence(kernel: ModuleType, gate_gradients: Formulas, rel_err: Error) -> None:
+def test_a_long_sequence(check: Check) -> None:
     x = draw_gates("exp", (1, 2, 140_000), states=True)
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 1280]
@@ -233,72 +227,56 @@ LONG = [513, 0, 575, 512, 1090] * 8  # with an anchor in nearly every slot
 )
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_packed_sequences(
-    wide: bool,
-    gate: str,
-    lengths: list[int],
-    kernel: ModuleType,
-    gate_gradients: Formulas,
-    rel_err: Error,
-) -> None:
+def test_packed_sequences(wide: bool, gate: str, lengths: list[int], check: Check) -> None:
     x = draw_gates(gate, (1, 3, sum(lengths)), lengths=lengths, states=True)
     assert x.cu_seqlens is not None
     if wide:
         x = x._replace(cu_seqlens=x.cu_seqlens.long())
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
-@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG], ids=["batch", "few", "long"])
-@pytest.mark.parametrize("seq", [1, 255, 256, 257, 513, 800, 1024, 5000])
-def test_closer_anchors_with_a_flow_for_each_side(
-    seq: int, lengths: list[int] | None, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
-    if lengths is not None and seq != 5000:
-        pytest.skip("the length is of a batch")
+@pytest.mark.parametrize(
+    ("seq", "lengths"),
+    [*((seq, None) for seq in (1, 255, 256, 257, 513, 800, 1024, 5000)), (0, LENGTHS), (0, LONG)],
+    ids=lambda x: str(x) if isinstance(x, int) else x and f"{len(x)}_packed",
+)
+def test_closer_anchors_with_a_flow_for_each_side(seq: int, lengths: list[int] | None, check: Check) -> None:
     size = (2, 3, seq) if lengths is None else (1, 3, sum(lengths))
     x = draw_gates("sig", size, lengths=lengths, states=True)
     of_sides = [draw_anchors(x.i, x.cu_seqlens, 5, ANCHOR_CHUNKS // 2, seed) for seed in (8, 9)]
     x = x._replace(anchors=of_sides[0], before=of_sides[1], every=ANCHOR_CHUNKS // 2)
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
 @pytest.mark.parametrize("missing", ["c", "n"])
 @pytest.mark.parametrize("end", [0, 1], ids=["initial", "last"])
-def test_part_of_the_states(
-    end: int, missing: str, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
+def test_part_of_the_states(end: int, missing: str, check: Check) -> None:
     x = draw_gates("exp", (2, 3, 300), states=True, dims=(256, 512))
     c, dc, n, dn = x.states[end]
     kept = (None, None, n, dn) if missing == "c" else (c, dc, None, None)
     x = x._replace(states=(kept, NO_STATE) if end == 0 else (NO_STATE, kept))
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gates_of_any_dtype_and_strides(
-    gate_dtype: torch.dtype, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
+def test_gates_of_any_dtype_and_strides(gate_dtype: torch.dtype, check: Check) -> None:
     x = draw_gates("sig", (2, 3, 300))
     i = x.i.to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
     f = x.f.to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
     x = x._replace(i=i, f=f)
-    found = run(kernel, x)
+    found = check(x, max(1e-5, torch.finfo(gate_dtype).eps))
     assert [t.dtype for t in found] == [gate_dtype] * 2
-    tolerance = max(1e-5, torch.finfo(gate_dtype).eps)
-    assert_gradients(found, truth(x, gate_gradients), rel_err, tolerance)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_extreme_gates(gate: str, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error) -> None:
+def test_extreme_gates(gate: str, check: Check) -> None:
     x = draw_gates(gate, (1, 2, 700), states=True)
     x.f[..., ::90] = -torch.inf
     x.f[..., 5::70] = 1e4
     x.f[..., 6::71] = -1e4
     x.i[..., 3::7] = -torch.inf
     x.i[..., 200:300] = 1e4
-    found = run(kernel, x)
-    assert all(t.isfinite().all() for t in found)
-    assert_gradients(found, truth(x, gate_gradients), rel_err)
+    assert all(t.isfinite().all() for t in check(x))
 
 
 def test_noise_does_not_pass_a_chunk_that_forgets(kernel: ModuleType) -> None:
@@ -335,10 +313,8 @@ def test_repeats_are_bitwise_equal(lengths: list[int] | None, kernel: ModuleType
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("lengths", [None, [70, 0, 1, 63], [513, 70]], ids=["batch", "packed", "long"])
-def test_small(
-    lengths: list[int] | None, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
-) -> None:
+def test_small(lengths: list[int] | None, check: Check) -> None:
     """For compute-sanitizer."""
     seq = 1030 if lengths is None else sum(lengths)
     x = draw_gates("exp", (1, 2, seq), slices=2, lengths=lengths, states=True)
-    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+    check(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +15,11 @@ from tfla_tk.backends.tk.operands import operand as _operand
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.backends.tk.scalar_gate.walks import PART_COLUMNS
 from tfla_tk.build import instances
-from tfla_tk.core.layout import ADDRESS_BITS
 
-from .memory import launch, normal, uninitialised_memory_is_nan
+from .accuracy import relative_error
+from .memory import launch, normal
 
 Formulas = Callable[..., Any]
-Error = Callable[[Tensor, Tensor], float]
 
 EPS = 1e-6
 
@@ -107,9 +106,9 @@ def run_factors(
     return wide[:, :rows]
 
 
-def assert_factors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], rel_err: Error) -> None:
+def assert_factors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-6, atol=3e-6)
-    assert rel_err(found[1], truth[1]) <= 1e-5
+    assert relative_error(found[1], truth[1]) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def test_row_factors(
     dtype: torch.dtype,
     kernel: ModuleType,
     row_factors: Formulas,
-    rel_err: Error,
 ) -> None:
     dh, h, d, m = draw_rows(size, dim, dtype)
     if layout == "transposed":
@@ -134,12 +132,10 @@ def test_row_factors(
     for given in (m, None):
         found = run_rows(kernel, dh, h, d, given, part_columns)
         truth = row_factors_of_parts(row_factors, dh, h, d, given, part_columns)
-        assert_factors(found, truth, rel_err)
+        assert_factors(found, truth)
 
 
-def test_row_factors_at_the_ends_of_the_range(
-    kernel: ModuleType, row_factors: Formulas, rel_err: Error
-) -> None:
+def test_row_factors_at_the_ends_of_the_range(kernel: ModuleType, row_factors: Formulas) -> None:
     """e^{-m} is inf below -88.7 and 0 above 103; log2 w stays finite, and NaN shows."""
     dh, h, d, m = draw_rows((1, 2, 500), 256, torch.bfloat16)
     m *= 100.0
@@ -147,7 +143,7 @@ def test_row_factors_at_the_ends_of_the_range(
     d[0, 0, 2:4] = 0.0
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
-    assert_factors((log2_w, e), row_factors_of_parts(row_factors, dh, h, d, m), rel_err)
+    assert_factors((log2_w, e), row_factors_of_parts(row_factors, dh, h, d, m))
     d[0, 1, 7] = torch.nan
     dh[0, 1, 9, 200] = torch.nan
     m.fill_(100.0)
@@ -160,19 +156,17 @@ def test_row_factors_at_the_ends_of_the_range(
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("part_slices", [1, 2, 4])
 def test_row_factors_from_dots(
-    part_slices: int, slices: int, rows: int, kernel: ModuleType, row_factors: Formulas, rel_err: Error
+    part_slices: int, slices: int, rows: int, kernel: ModuleType, row_factors: Formulas
 ) -> None:
     dots, d, m = draw_dots(slices, rows)
     of_parts = [part.double().sum(0) for part in dots.split(part_slices)]
     for given in (m, None):
         truth = torch.stack([row_factors(part, d, given, EPS)[1] for part in of_parts])
         assert truth.any()
-        assert rel_err(run_factors(kernel, dots, d, given, part_slices), truth) <= 1e-5
+        assert relative_error(run_factors(kernel, dots, d, given, part_slices), truth) <= 1e-5
 
 
-def test_row_factors_from_dots_at_the_ends_of_the_range(
-    kernel: ModuleType, row_factors: Formulas, rel_err: Error
-) -> None:
+def test_row_factors_from_dots_at_the_ends_of_the_range(kernel: ModuleType, row_factors: Formulas) -> None:
     """As those from dh and h."""
     dots, d, m = draw_dots(2, 1000)
     m *= 100.0
@@ -180,99 +174,20 @@ def test_row_factors_from_dots_at_the_ends_of_the_range(
     d[2:4] = 0.0
     (e,) = run_factors(kernel, dots, d, m)
     assert e.isfinite().all()
-    assert rel_err(e, row_factors(dots.double().sum(0), d, m, EPS)[1]) <= 1e-5
+    assert relative_error(e, row_factors(dots.double().sum(0), d, m, EPS)[1]) <= 1e-5
     d[7] = torch.nan  # shows in log2 w
     dots[1, 9] = torch.nan
     m.fill_(100.0)
     assert run_factors(kernel, dots, d, m).isnan().nonzero().tolist() == [[0, 9]]
 
 
-def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
-    """A copy of what lies at an address, its rows a stride apart."""
-    interface = {
-        "data": (pointer, False),
-        "shape": shape,
-        "strides": (4 * stride, 4),
-        "typestr": "<f4",
-        "version": 2,
-    }
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda").clone()
-
-
-# without those for which one walk makes all gradients
-WIDE_TILES = [dims for dims in instances.WALK_TILES if max(dims) > instances.MAX_NARROW]
-
-
-@pytest.fixture
-def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The dots [slices, rows] that every launch of mlstm_bwd_factors reads."""
-    found: list[Tensor] = []
-    prepared: list[tuple[Any, tuple[int, int, int, int], int]] = []  # a launch, its dots and their number
-    prepare, in_order = kernel.mlstm_bwd_factors, build.launches
-
-    def note(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> Any:
-        made = prepare(dots, rows, factors, count, *others)
-        prepared.append((made, dots, count))
-        return made
-
-    def one_by_one(launches: list[Any]) -> Callable[[list[int], int], None]:
-        def run(starts: list[int], stream: int) -> None:
-            for one in launches:
-                for made, (pointer, stride, slices, _), count in prepared:
-                    if made is one:
-                        start = starts[(pointer >> ADDRESS_BITS) - 1] + pointer % (1 << ADDRESS_BITS)
-                        found.append(floats_at(start, (slices, count), stride))
-                in_order([one])(starts, stream)
-
-        return run
-
-    monkeypatch.setattr(kernel, "mlstm_bwd_factors", note)
-    monkeypatch.setattr(build, "launches", one_by_one)
-    return found
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [*WIDE_TILES, (208, 176), (80, 272), (144, 272), (256, 512)],
-    ids="{0[0]}_{0[1]}".format,
-)
-@pytest.mark.parametrize("lengths", [None, [200, 0, 1, 64, 63, 65, 450]], ids=["batch", "packed"])
-def test_the_walk_for_dv_leaves_the_dots(
-    lengths: list[int] | None,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    exponential: Any,
-    make_inputs: Callable[..., Any],
-    draw_packed: Callable[..., Any],
-    cut_every: Callable[[int], None],
-    dots_read: list[Tensor],
-    rel_err: Error,
-) -> None:
-    """By its slices of V, of every token, all of them read by one launch."""
-    cut_every(10_000)
-    if lengths is None:
-        x = make_inputs(2, 3, 300, dims, dtype)
-    else:
-        x = draw_packed(exponential, lengths, dims, dtype)
-    dh = exponential.draw_cotangents(x, last=False)["h"]
-    x["v"].requires_grad_()
-    h = exponential(x)
-    with uninitialised_memory_is_nan():
-        torch.autograd.grad(h, x["v"], dh)
-    _, width = instances.walk_tile("dv", *dims)
-    slices = zip(dh.split(width, dim=-1), h.detach().split(width, dim=-1), strict=True)
-    expected = torch.stack([sum_products(*of_slice).flatten() for of_slice in slices])
-    (found,) = dots_read
-    assert rel_err(found, expected) <= 1e-5
-
-
 @pytest.mark.sanitize
-def test_small(kernel: ModuleType, row_factors: Formulas, rel_err: Error) -> None:
+def test_small(kernel: ModuleType, row_factors: Formulas) -> None:
     """For compute-sanitizer."""
     for dim in (48, 272):
         dh, h, d, m = draw_rows((1, 2, 70), dim, torch.float16)
         truth = row_factors_of_parts(row_factors, dh, h, d, m)
-        assert_factors(run_rows(kernel, dh, h, d, m), truth, rel_err)
+        assert_factors(run_rows(kernel, dh, h, d, m), truth)
     dots, d, m = draw_dots(2, 300)
     truth = row_factors(dots.double().sum(0), d, m, EPS)[1]
-    assert rel_err(run_factors(kernel, dots, d, m)[0], truth) <= 1e-5
+    assert relative_error(run_factors(kernel, dots, d, m)[0], truth) <= 1e-5

@@ -1,4 +1,4 @@
-"""mLSTM forward on the GPU: memory layouts read in place, what is allocated and written, large offsets."""
+"""mLSTM on the GPU: memory layouts read in place, what is allocated and written, large offsets."""
 
 from __future__ import annotations
 
@@ -12,29 +12,20 @@ from torch import Tensor
 
 from tfla_tk.backends.tk import segments
 
+from .accuracy import relative_error
 from .memory import (
+    OPERANDS,
+    fuse,
     head_last,
     odd_rows,
     relayout,
     shifted,
     shifted_transposed,
     transposed,
-    uninitialised_memory_is_nan,
 )
-
-Make = Callable[..., dict[str, Tensor]]
-Check = Callable[..., None]
-
+from .mlstm import assert_accurate, check, make_inputs
 
 COPIED = (shifted, odd_rows, shifted_transposed, head_last)
-
-
-def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """q, k, v as slices of one [B, S, NH, 2 K + V] tensor, as a fused projection leaves them."""
-    names = ("q", "k", "v")
-    fused = torch.cat([x[name] for name in names], dim=-1).transpose(1, 2).contiguous()
-    parts = fused.split([x[name].shape[-1] for name in names], dim=-1)
-    return x | {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
 
 
 @pytest.fixture
@@ -59,12 +50,13 @@ def peak_bytes(function: Callable[[], Tensor]) -> int:
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("layout", ["transposed", "fused"])
-def test_views_are_read_in_place(
-    operator: Any, layout: str, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_views_are_read_in_place(operator: Any, layout: str, dims: tuple[int, int]) -> None:
     x = make_inputs(2, 4, 1000, dims)
     plain = operator.run(x)
-    view = relayout(x, transposed) if layout == "transposed" else fuse(x)
+    view = relayout(x, transposed)
+    if layout == "fused":
+        parts = fuse({name: x[name].transpose(1, 2) for name in OPERANDS})
+        view = x | {name: t.transpose(1, 2) for name, t in parts.items()}
     found = operator.run(view)
     assert_accurate(found, operator.truth(x))
     assert all(torch.equal(found[name], plain[name]) for name in plain)
@@ -75,9 +67,7 @@ def test_views_are_read_in_place(
 
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("layout", COPIED, ids=lambda layout: layout.__name__)
-def test_what_tma_cannot_address_is_copied_once(
-    operator: Any, layout: Callable[[Tensor], Tensor], make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_what_tma_cannot_address_is_copied_once(operator: Any, layout: Callable[[Tensor], Tensor]) -> None:
     x = make_inputs(2, 4, 1000, (128, 128))
     plain = operator.run(x)
     view = relayout(x, layout)
@@ -92,9 +82,7 @@ def test_what_tma_cannot_address_is_copied_once(
 
 
 @pytest.mark.parametrize("names", [("q", "k", "v"), ("c_initial", "n_initial", "m_initial")], ids="_".join)
-def test_a_call_like_the_last_one_at_odd_addresses(
-    names: tuple[str, ...], operator: Any, make_inputs: Make
-) -> None:
+def test_a_call_like_the_last_one_at_odd_addresses(names: tuple[str, ...], operator: Any) -> None:
     """What is kept of calls does not tell where their tensors start."""
     x = make_inputs(states=operator.states)
     plain = operator.run(x)
@@ -106,7 +94,7 @@ def test_a_call_like_the_last_one_at_odd_addresses(
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_heads_that_share_memory(operator: Any) -> None:
     x = {
         name: t[:, :1].expand_as(t) if name in ("q", "k", "v", "f") else t
         for name, t in make_inputs().items()
@@ -117,30 +105,20 @@ def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accura
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
-    operator: Any,
-    gate_dtype: torch.dtype,
-    dims: tuple[int, int],
-    make_inputs: Make,
-    assert_accurate: Check,
+    operator: Any, gate_dtype: torch.dtype, dims: tuple[int, int]
 ) -> None:
     x = make_inputs(dims=dims)
     # i as a model's [B, S, NH] projection, f every second entry of a row
     i = x["i"].to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
     f = x["f"].to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
-    x |= {"i": i, "f": f}
-    assert_accurate(operator.run(x), operator.truth(x))
+    check(operator, x | {"i": i, "f": f})
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_reads_gates_of_any_dtype(
-    gate_dtype: torch.dtype,
-    dims: tuple[int, int],
-    first: int,
-    exponential: Any,
-    make_inputs: Make,
-    assert_accurate: Check,
+    gate_dtype: torch.dtype, dims: tuple[int, int], first: int, exponential: Any
 ) -> None:
     """The registered op takes gates as they are, at addresses of their dtype's alignment."""
     x = make_inputs(dims=dims)
@@ -151,7 +129,7 @@ def test_the_kernel_reads_gates_of_any_dtype(
     assert_accurate(found, exponential.truth(x))
 
 
-def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_initial_states_may_start_anywhere(operator: Any) -> None:
     x = make_inputs(states=operator.states)
     truth = operator.truth(x)
     for name in operator.states:
@@ -164,29 +142,24 @@ def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, ass
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("seq", [1, 63, 129])
-def test_every_element_is_written(
-    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+@pytest.mark.parametrize("layout", [transposed, shifted, head_last], ids=lambda layout: layout.__name__)
+def test_gradients_lie_as_their_inputs_do(
+    operator: Any, layout: Callable[[Tensor], Tensor], dims: tuple[int, int]
 ) -> None:
-    x = make_inputs(2, 3, seq, dims)
-    for view in (x, relayout(x, transposed), relayout(x, head_last)):
-        with uninitialised_memory_is_nan():
-            found = operator.run(view)
-        assert_accurate(found, operator.truth(x))
-
-
-def test_inputs_are_left_alone(operator: Any, make_inputs: Make) -> None:
-    x = make_inputs(states=operator.states)
-    before = {name: t.clone() for name, t in x.items()}
-    operator.run(x)
-    assert all(torch.equal(x[name], before[name]) for name in x)
+    """The same bits, whatever the layout of the operands and of dh."""
+    x = make_inputs(2, 3, 200, dims, states=operator.states)
+    cotangents = operator.draw_cotangents(x, last=True)
+    expected = operator.gradients(x, cotangents)
+    view = relayout(x, layout)
+    found = operator.gradients(view, cotangents | {"h": layout(cotangents["h"])})
+    for name, t in found.items():
+        assert torch.equal(t, expected[name]), name
+        assert t.stride() == torch.empty_like(view[name]).stride(), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_more_than_2_to_the_31_elements_of_q(
-    layout: str, exponential: Any, make_inputs: Make, rel_err: Callable[[Tensor, Tensor], float]
-) -> None:
+def test_more_than_2_to_the_31_elements_of_q(layout: str, exponential: Any) -> None:
     heads, seq, tail = 8, 1_100_000, 300
     x = make_inputs(1, heads, seq, (256, 64))
     assert x["q"].numel() > 2**31
@@ -198,13 +171,11 @@ def test_more_than_2_to_the_31_elements_of_q(
     h = exponential(x)[:, :, -tail:]
     truth = exponential.truth({name: t[:, :, -tail:] for name, t in x.items()})["h"]
     for head in range(heads):
-        assert rel_err(h[:, head], truth[:, head]) <= 5e-3, f"head {head}"
+        assert relative_error(h[:, head], truth[:, head]) <= 5e-3, f"head {head}"
 
 
 @pytest.mark.slow
-def test_more_than_2_to_the_31_elements_of_state(
-    exponential: Any, make_inputs: Make, assert_accurate: Check
-) -> None:
+def test_more_than_2_to_the_31_elements_of_state(exponential: Any) -> None:
     x = make_inputs(40, 410, 2, (256, 512), states=exponential.states)
     assert x["c_initial"].numel() > 2**31
     found = exponential.run(x)

@@ -1,4 +1,6 @@
-"""A token that is not finite, on the GPU: what has nothing to do with it stays as it was, bit for bit."""
+"""A token that is not finite, on the GPU: what has nothing to do with it stays as it was, bit for bit.
+
+Packed sequences beside one of NaN: test_calls.py."""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import tfla_tk
+from .decoding import GATES, Decoder
+from .mlstm import draw_packed, make_inputs
 
 Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
+CutEvery = Callable[[int], None]
 
 DIMS = [(64, 64), (128, 256), (256, 512)]
 BAD = [math.nan, math.inf]
@@ -42,50 +45,8 @@ def assert_equal(found: Tensors, clean: Tensors, part: Callable[[str, Tensor], T
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("chunks", [1, 100])
-def test_packed_neighbours(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    draw_packed: Callable[..., Tensors],
-) -> None:
-    """Sequences whose tiles of 64 rows reach into the poisoned one, and that its own tiles reach into."""
-    cut_every(chunks)
-    lengths = [100, 90, 30, 200]
-    x = draw_packed(operator, lengths, dims, dtype)
-    cotangents = operator.draw_cotangents(x, True)
-    clean = outputs(operator, x, cotangents)
-    total = sum(lengths)
-    neighbours = torch.ones(total, dtype=torch.bool, device=x["q"].device)
-    neighbours[100:190] = False
-
-    def outside(name: str, t: Tensor) -> Tensor:
-        if t.dim() > 2 and t.shape[0] == 1 and t.shape[2] == total:
-            return t[:, :, neighbours]
-        return t[[0, 2, 3]]
-
-    def other_heads(name: str, t: Tensor) -> Tensor:
-        return t[:, [0, 2]]
-
-    for name, value, at in itertools.product(TOKENS, BAD, (100, 120, 189)):
-        found = outputs(operator, poison(x, name, at, value), cotangents)
-        assert not torch.equal(found["h"], clean["h"])
-        assert_equal(found, clean, outside)
-        assert_equal(found, clean, other_heads)
-    # and nothing is left of it
-    assert_equal(outputs(operator, x, cotangents), clean, lambda _, t: t)
-
-
-@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("chunks", [1, 100])
 def test_other_heads_batch_entries_and_earlier_chunks(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
+    operator: Any, dtype: torch.dtype, chunks: int, dims: tuple[int, int], cut_every: CutEvery
 ) -> None:
     cut_every(chunks)
     x = make_inputs(2, 3, 300, dims, dtype, operator.states)
@@ -101,9 +62,7 @@ def test_other_heads_batch_entries_and_earlier_chunks(
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
-def test_a_cotangent_that_is_not_finite(
-    operator: Any, dtype: torch.dtype, dims: tuple[int, int], draw_packed: Callable[..., Tensors]
-) -> None:
+def test_a_cotangent_that_is_not_finite(operator: Any, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     """In dh of one packed sequence: the gradients of its neighbours and of the next call."""
     x = draw_packed(operator, [100, 90, 200], dims, dtype)
     cotangents = operator.draw_cotangents(x, True)
@@ -123,25 +82,16 @@ def test_a_cotangent_that_is_not_finite(
 
 
 @pytest.mark.parametrize("dims", [*DIMS, (17, 31)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize(
-    "function", ["mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence"]
-)
-def test_decoding(function: str, dims: tuple[int, int], make_inputs: Make) -> None:
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+@pytest.mark.parametrize(("tokens", "at"), [(None, 0), (5, 2)], ids=["step", "sequence"])
+def test_decoding(gate: str, tokens: int | None, at: int, dims: tuple[int, int]) -> None:
     """Other heads and batch entries; and the next call."""
-    names = ("c_initial", "n_initial") if "siging" in function else ("c_initial", "n_initial", "m_initial")
-    drawn = make_inputs(2, 3, 5, dims, states=names)
-    state = {name.removesuffix("_initial"): drawn.pop(name) for name in names}
-
-    def call(x: Tensors) -> Tensors:
-        if "step" in function:
-            x = {name: t[:, :, 2] if name in "qkv" else t[:, :, 2:3] for name, t in x.items()}
-        h, last = getattr(tfla_tk, function)(**x, **state, backend="tk")
-        return {"h": h, **dict(zip("cnm", last, strict=False))}
-
-    clean = call(drawn)
+    decoder = Decoder(*GATES[gate], tokens)
+    x = decoder.draw(dims=dims)
+    clean = decoder(x)
     for name, value in itertools.product(TOKENS, BAD):
-        found = call(poison(drawn, name, 2, value))
+        found = decoder(poison(x, name, at, value))
         assert not all(torch.equal(found[name], clean[name]) for name in found)
         assert_equal(found, clean, lambda _, t: t[0])
         assert_equal(found, clean, lambda _, t: t[:, [0, 2]])
-    assert_equal(call(drawn), clean, lambda _, t: t)
+    assert_equal(decoder(x), clean, lambda _, t: t)

@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
 
+from .accuracy import relative_error
+
 SEQ = 320
 NATIVE = {
     "chunkwise_kernel": "chunkwise--native_autograd",
@@ -32,8 +34,6 @@ TRITON = {
 # relative Frobenius error of logits and of all gradients together, of bf16 weights against fp32 ones; bf16
 # rounding of the layers around the kernels dominates it, so what counts is that of the reference in bf16
 FLOOR = 2e-2
-
-RelErr = Callable[[Tensor, Tensor], float]
 
 
 @pytest.fixture(autouse=True)
@@ -122,20 +122,18 @@ def test_which_takes_tk(make_large: Callable[..., nn.Module]) -> None:
 
 
 def test_a_model_that_is_not_served_keeps_working(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr
+    make_large: Callable[..., nn.Module], tokens: Tensor
 ) -> None:
     """fp32 weights without autocast: not for tk; the reference trains them."""
     native = make_large(torch.float32, **NATIVE)
     expected, _ = native(tokens)
     with xlstm.replaced(native):
         found, _ = native(tokens)
-    assert rel_err(found.detach(), expected.detach()) < 1e-3
+    assert relative_error(found.detach(), expected.detach()) < 1e-3
 
 
 @pytest.mark.parametrize("mode", ["train", "inference"])
-def test_large_trains(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, mode: str
-) -> None:
+def test_large_trains(make_large: Callable[..., nn.Module], tokens: Tensor, mode: str) -> None:
     def loss(model: nn.Module) -> Tensor:
         return token_loss(model(tokens)[0], tokens)
 
@@ -145,12 +143,10 @@ def test_large_trains(
         theirs = gradients(model, loss)
     with xlstm.replaced(model, backend="tk"):
         ours = gradients(model, loss)
-    assert rel_err(ours, truth) < 1.2 * rel_err(theirs, truth) + FLOOR
+    assert relative_error(ours, truth) < 1.2 * relative_error(theirs, truth) + FLOOR
 
 
-def test_large_trains_under_autocast(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr
-) -> None:
+def test_large_trains_under_autocast(make_large: Callable[..., nn.Module], tokens: Tensor) -> None:
     """fp32 weights; q, k, v are cast by the configured autocast_kernel_dtype."""
 
     def loss(model: nn.Module) -> Tensor:
@@ -163,12 +159,10 @@ def test_large_trains_under_autocast(
         theirs = gradients(model, loss)
     with xlstm.replaced(model):
         ours = gradients(model, loss)
-    assert rel_err(ours, truth) < 1.2 * rel_err(theirs, truth) + FLOOR
+    assert relative_error(ours, truth) < 1.2 * relative_error(theirs, truth) + FLOOR
 
 
-def test_large_trains_through_segments(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr
-) -> None:
+def test_large_trains_through_segments(make_large: Callable[..., nn.Module], tokens: Tensor) -> None:
     """Full backpropagation through states that the model overwrites in place."""
 
     def loss(model: nn.Module) -> Tensor:
@@ -178,11 +172,11 @@ def test_large_trains_through_segments(
     xlstm.replace(model, backend="tk")
     truth = gradients(make_large(torch.float32, **NATIVE), lambda m: token_loss(m(tokens)[0], tokens))
     at_once = gradients(model, lambda m: token_loss(m(tokens)[0], tokens))
-    assert rel_err(gradients(model, loss), truth) < 1.5 * rel_err(at_once, truth) + FLOOR
+    assert relative_error(gradients(model, loss), truth) < 1.5 * relative_error(at_once, truth) + FLOOR
 
 
 def in_inference(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, backend: str
+    make_large: Callable[..., nn.Module], tokens: Tensor, backend: str
 ) -> tuple[nn.Module, Tensor, Tensor, float]:
     """A model on a backend, its logits of one pass, those in fp32, and how far from these it may be."""
     truth, _ = make_large(torch.float32, mode="inference", **NATIVE)(tokens)
@@ -191,19 +185,19 @@ def in_inference(
         theirs, _ = model(tokens)
     xlstm.replace(model, backend=backend)
     ours, _ = model(tokens)
-    return model, ours, truth, 1.2 * rel_err(theirs, truth) + FLOOR
+    return model, ours, truth, 1.2 * relative_error(theirs, truth) + FLOOR
 
 
 @pytest.mark.parametrize("backend", ["auto", "tk"])
 @torch.no_grad()
 def test_large_prefills_and_decodes(
-    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, backend: str
+    make_large: Callable[..., nn.Module], tokens: Tensor, backend: str
 ) -> None:
     """Pieces of any length and single tokens equal one pass; as close to fp32 as the reference."""
-    model, ours, truth, limit = in_inference(make_large, tokens, rel_err, backend)
+    model, ours, truth, limit = in_inference(make_large, tokens, backend)
     pieces, _ = in_pieces(model, tokens, [77, 1, 1, 1, SEQ - 80])
-    assert rel_err(ours, truth) < limit
-    assert rel_err(pieces, truth) < limit
+    assert relative_error(ours, truth) < limit
+    assert relative_error(pieces, truth) < limit
     generated, state = model.generate(tokens[:, :33], 8)
     again, _ = model.generate(generated[:, -1:], 8, state=state)
     assert generated.shape == again.shape == (2, 8)
@@ -212,11 +206,7 @@ def test_large_prefills_and_decodes(
 @pytest.mark.parametrize("backend", ["auto", "tk"])
 @torch.no_grad()
 def test_large_goes_on_four_tokens_at_a_time(
-    make_large: Callable[..., nn.Module],
-    tokens: Tensor,
-    rel_err: RelErr,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
+    make_large: Callable[..., nn.Module], tokens: Tensor, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """As a draft is verified: pieces of 4, by the kernel for a few tokens, equal one pass."""
     lengths: list[int] = []
@@ -227,18 +217,18 @@ def test_large_goes_on_four_tokens_at_a_time(
         return sequence(q, *rest, **options)
 
     monkeypatch.setattr(kernels, "mlstm_sequence", recorded)
-    model, ours, truth, limit = in_inference(make_large, tokens, rel_err, backend)
+    model, ours, truth, limit = in_inference(make_large, tokens, backend)
     assert not lengths
     pieces, state = in_pieces(model, tokens, 4)
     # a first piece that has no state is a prompt
     assert lengths == [4] * (SEQ // 4 - 1) * len(state)
-    assert rel_err(pieces, truth) < limit
-    assert rel_err(pieces, ours) < limit
+    assert relative_error(pieces, truth) < limit
+    assert relative_error(pieces, ours) < limit
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @torch.no_grad()
-def test_sigmoid_gate(rel_err: RelErr, normalize: bool) -> None:
+def test_sigmoid_gate(normalize: bool) -> None:
     """Inference raises in mlstm_kernels. Prefill, a step and a few tokens on tk."""
     xlstm.register()
     module = importlib.import_module("mlstm_kernels.torch.backend_module")
@@ -262,14 +252,12 @@ def test_sigmoid_gate(rel_err: RelErr, normalize: bool) -> None:
         h, state = backend(**part, c_initial=c, n_initial=n, m_initial=m)
         pieces.append(h)
         start += length
-    assert rel_err(backend(**inputs)[0], exact) < 5e-3
-    assert rel_err(torch.cat(pieces, dim=2), exact) < 5e-3
+    assert relative_error(backend(**inputs)[0], exact) < 5e-3
+    assert relative_error(torch.cat(pieces, dim=2), exact) < 5e-3
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_hf_trains(
-    make_hf: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, use_cache: bool
-) -> None:
+def test_hf_trains(make_hf: Callable[..., nn.Module], tokens: Tensor, use_cache: bool) -> None:
     """With a cache too: bf16 states that transformers overwrites in place."""
 
     def loss(model: nn.Module, use_cache: bool = use_cache) -> Tensor:
@@ -281,14 +269,12 @@ def test_hf_trains(
         theirs = gradients(model, lambda m: loss(m, use_cache=False))
     with xlstm.replaced(model, backend="tk"):
         ours = gradients(model, loss)
-    assert rel_err(ours, truth) < 1.2 * rel_err(theirs, truth) + FLOOR
+    assert relative_error(ours, truth) < 1.2 * relative_error(theirs, truth) + FLOOR
 
 
 @pytest.mark.parametrize("backend", ["auto", "tk"])
 @torch.no_grad()
-def test_hf_generates(
-    make_hf: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, backend: str
-) -> None:
+def test_hf_generates(make_hf: Callable[..., nn.Module], tokens: Tensor, backend: str) -> None:
     model = make_hf().eval()
     xlstm.replace(model, backend=backend)
     text = model.generate(tokens[:, :33], max_new_tokens=16, do_sample=False)
@@ -300,4 +286,4 @@ def test_hf_generates(
         out = model(piece, use_cache=True, cache_params=cache)
         cache = out.cache_params
         pieces.append(out.logits)
-    assert rel_err(torch.cat(pieces, dim=1), truth) < 1.5 * rel_err(whole, truth) + FLOOR
+    assert relative_error(torch.cat(pieces, dim=1), truth) < 1.5 * relative_error(whole, truth) + FLOOR

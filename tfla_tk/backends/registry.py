@@ -16,82 +16,28 @@ Modules are imported on the first call that considers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them
-
-
-def _mlstm(backend: str) -> ModuleType:
-    if backend == "tk":
-        from tfla_tk.backends.tk import mlstm as tk
-
-        return tk
-    if backend == "triton":
-        from tfla_tk.backends.triton import mlstm_kernels
-
-        return mlstm_kernels
-    from tfla_tk.backends.reference import mlstm as reference
-
-    return reference
-
-
-def _linear(backend: str) -> ModuleType:
-    if backend == "tk":
-        from tfla_tk.backends.tk import linear as tk
-
-        return tk
-    if backend == "triton":
-        from tfla_tk.backends.triton import fla
-
-        return fla
-    from tfla_tk.backends.reference import linear as reference
-
-    return reference
-
-
-def _delta_rule(backend: str) -> ModuleType:
-    if backend == "tk":
-        from tfla_tk.backends.tk import delta as tk
-
-        return tk
-    if backend == "triton":
-        from tfla_tk.backends.triton import fla_delta
-
-        return fla_delta
-    from tfla_tk.backends.reference import delta as reference
-
-    return reference
-
-
-def _gla(backend: str) -> ModuleType:
-    if backend == "tk":
-        from tfla_tk.backends.tk import gla as tk
-
-        return tk
-    if backend == "triton":
-        from tfla_tk.backends.triton import fla_gla
-
-        return fla_gla
-    from tfla_tk.backends.reference import gla as reference
-
-    return reference
-
-
-FAMILIES: dict[str, Callable[[str], ModuleType]] = {
-    "mlstm": _mlstm,
-    "mlstm_step": _mlstm,
-    "mlstm_sequence": _mlstm,
-    "simple_gla": _linear,
-    "delta_rule": _delta_rule,
-    "gla": _gla,
-}
 
 
 def family_module(backend: str, kernel: str) -> ModuleType:
     """The module of a backend that serves a kernel.
 
     Args:
-        backend: one of BACKENDS. kernel: one of FAMILIES.
+        backend: one of BACKENDS.
+        kernel: "mlstm", "mlstm_step", "mlstm_sequence", "simple_gla", "delta_rule" or "gla".
     """
-    return FAMILIES[kernel](backend)
+    of_mlstm = kernel.startswith("mlstm")
+    if backend == "tk":
+        from tfla_tk.backends.tk import linear, mlstm
+
+        return mlstm if of_mlstm else linear
+    if backend == "triton":
+        from tfla_tk.backends.triton import fla, mlstm_kernels
+
+        return mlstm_kernels if of_mlstm else fla
+    from tfla_tk.backends.reference import linear as reference
+    from tfla_tk.backends.reference import mlstm as reference_of_mlstm
+
+    return reference_of_mlstm if of_mlstm else reference

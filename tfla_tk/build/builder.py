@@ -28,7 +28,6 @@ from tfla_tk.build.compiler import (
     compile_cubin,
     compile_extension,
     compile_launcher,
-    timed_cubin,
 )
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.exports import check_exports
@@ -160,7 +159,12 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
     Raises:
         BuildError: No nvcc, no ThunderKittens, or a failed compilation.
     """
-    return timed_cubin(instance, find_toolchain(), find_thunderkittens(), out_dir)
+    toolchain, kittens = find_toolchain(), find_thunderkittens()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    cubin = out_dir / f"{instance.name}.cubin"
+    started = time.monotonic()
+    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
+    return CompileResult(cubin, log, time.monotonic() - started)
 
 
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:

@@ -138,13 +138,28 @@ def source_key(artifact: Artifact, kittens: str) -> str:
     return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS])
 
 
+def headers_of(artifacts: Iterable[Artifact]) -> list[str]:
+    """Where the kernels are from that are compiled together, to one file."""
+    return sorted({artifact.header for artifact in artifacts if isinstance(artifact, Instance)})
+
+
+def headers_key(headers: Iterable[str]) -> str:
+    """A key of their content. A file is taken only where none of its kernels has changed: it would bring
+    their old code into the process.
+
+    Raises:
+        BuildError: A header cannot be read, or includes what a macro names.
+    """
+    return _digest_of([_source_digests(headers)])
+
+
 def _digest_of(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def find_entry(artifact: Artifact, key: str) -> Entry | None:
-    """The entry of a key, or None where it is absent, truncated or altered, or where the kernels that were
-    compiled together with it have changed: its file would bring their old code into the process."""
+    """The entry of a key, or None where it is absent, truncated or altered, or where kernels that were
+    compiled together with it have changed."""
     folder = _folder(artifact, key)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -154,7 +169,7 @@ def find_entry(artifact: Artifact, key: str) -> Entry | None:
             return None
         if any(_fingerprint(folder / name) != recorded for name, recorded in files.items()):
             return None
-        if _digest_of([_source_digests(manifest["headers"])]) != manifest["sources"]:
+        if headers_key(manifest["headers"]) != manifest["sources"]:
             return None
         return Entry(file, (folder / PTXAS_LOG).read_text(), built=False)
     except (BuildError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -190,7 +205,7 @@ def find_or_build(
             if missing:
                 file, log = compile_into(missing, scratch)
                 (scratch / PTXAS_LOG).write_text(log)
-                headers = sorted({x.header for x in missing if isinstance(x, Instance)})
+                headers = headers_of(missing)
                 for artifact in missing:
                     found[artifact] = _publish(artifact, wanted[artifact], file, log, headers)
             return found
@@ -224,7 +239,7 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str, headers: list[s
             "file": file.name,
             "files": {name: _fingerprint(scratch / name) for name in (file.name, PTXAS_LOG)},
             "headers": headers,
-            "sources": _digest_of([_source_digests(headers)]),
+            "sources": headers_key(headers),
         }
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
         if folder.exists():  # and is broken, or has old code of other kernels

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sysconfig
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -117,15 +116,9 @@ def compile_launcher(
     """
     root, nvcc = sources.kernels_root(), str(toolchain.nvcc)
     includes, defines = [f"-I{root}", f"-I{toolchain.include}"], _defines(launcher)
+    device_includes = f"-I{root}", f"-I{kittens.include}"
     steps = {
-        "launches": [
-            nvcc,
-            *LAUNCHER_FLAGS,
-            *defines,
-            f"-I{root}",
-            f"-I{kittens.include}",
-            str(root / launcher.source),
-        ],
+        "launches": [nvcc, *LAUNCHER_FLAGS, *defines, *device_includes, str(root / launcher.source)],
         "bindings": [nvcc, *HOST_FLAGS, *defines, *includes, str(root / launcher.bindings)],
         "loader": [nvcc, *HOST_FLAGS, *includes, str(root / LOADER_SOURCE)],
     }
@@ -153,31 +146,13 @@ def compile_extension(toolchain: Toolchain, library: Path, slots: Slots) -> None
     if not (Path(python) / "Python.h").is_file():
         raise BuildError(f"Python.h is not in {python}", "install Python's headers (python3-dev)")
     root = sources.kernels_root()
-    includes = [f"-I{root}", f"-I{python}"]
-    command = [
-        str(toolchain.nvcc),
-        *HOST_FLAGS,
-        *includes,
-        "-shared",
-        "-cudart=none",
-        str(root / EXTENSION_SOURCE),
-    ]
+    flags = *HOST_FLAGS, f"-I{root}", f"-I{python}", "-shared", "-cudart=none"
+    command = [str(toolchain.nvcc), *flags, str(root / EXTENSION_SOURCE)]
     slots.run([*command, "-ldl", "-o", str(library)], "the extension that launches kernels")
 
 
 def _defines(launcher: Launcher) -> list[str]:
     return [f"-D{name}={value}" for name, value in launcher.defines]
-
-
-def timed_cubin(
-    instance: Instance, toolchain: Toolchain, kittens: ThunderKittens, out_dir: Path
-) -> CompileResult:
-    """Compile one instance to ``<out_dir>/<name>.cubin``, ungated."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    cubin = out_dir / f"{instance.name}.cubin"
-    started = time.monotonic()
-    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
-    return CompileResult(cubin, log, time.monotonic() - started)
 
 
 def _run(command: Sequence[str], what: str) -> str:

@@ -8,21 +8,15 @@ from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import MAX_DIM_QK, RECURRENT_TOKENS, Launcher
 from tfla_tk.core import layout
 
+_OF_LAYOUT = (
+    *("CHUNK", "ANCHOR_CHUNKS", "STATE_CHUNKS", "FLOW_PARTS", "DELTA_ANCHOR_CHUNKS", "SEGMENT_CHUNKS"),
+    *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS", "GRADIENTS", "ADDRESS_BITS"),
+    "MAX_SLICES",
+)
 EXPECTED: dict[str, Any] = {
-    "CHUNK": layout.CHUNK,
-    "ANCHOR_CHUNKS": layout.ANCHOR_CHUNKS,
-    "STATE_CHUNKS": layout.STATE_CHUNKS,
-    "FLOW_PARTS": layout.FLOW_PARTS,
-    "DELTA_ANCHOR_CHUNKS": layout.DELTA_ANCHOR_CHUNKS,
-    "SEGMENT_CHUNKS": layout.SEGMENT_CHUNKS,
-    "DELTA_SLICE_COLUMNS": layout.DELTA_SLICE_COLUMNS,
-    "DELTA_DECAY_CHUNKS": layout.DELTA_DECAY_CHUNKS,
-    "DELTA_KEYS_WARPS": layout.DELTA_KEYS_WARPS,
-    "GRADIENTS": layout.GRADIENTS,
+    **{name: getattr(layout, name) for name in _OF_LAYOUT},
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
-    "ADDRESS_BITS": layout.ADDRESS_BITS,
     "MAX_KEYS": MAX_DIM_QK,
-    "MAX_SLICES": layout.MAX_SLICES,
     "MOST_TOKENS": RECURRENT_TOKENS,
 }
 

@@ -327,6 +327,11 @@ def _of_walks(
     return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
 
 
+def _named(name: str, half: bool | None) -> tuple[str, str]:
+    """A name with that of the dtype, and the dtype; "" where kernels serve all."""
+    return (name, "") if half is None else (f"{name}_{_DTYPES[half]}", _DTYPES[half])
+
+
 def _half_of(before: str, after: str) -> str:
     """The dtype of 16 bits among those of a state; "" for none."""
     return next((dtype for dtype in (before, after) if dtype != "fp32"), "")
@@ -391,8 +396,7 @@ def recurrent_columns(dim_k: int, v_first: bool) -> int:
 
 
 def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:
-    dtype = "" if half is None else _DTYPES[half]
-    name = f"delta_{name}{dtype and f'_{dtype}'}"
+    name, dtype = _named(f"delta_{name}", half)
     return Instance(name, DELTA_RULE, f"delta_rule/{header}", kernels, "delta_rule", dtype)
 
 
@@ -502,6 +506,11 @@ def delta_states(walk: str, half: bool) -> Instance:
     return _delta(name, "backward/states/kernel.cuh", half, kernel)
 
 
+def _gla(name: str, header: str, half: bool, *kernels: str) -> Instance:
+    name, dtype = _named(f"gla_{name}", half)
+    return Instance(name, GLA, f"channel_gate/{header}", kernels, "channel_gate", dtype)
+
+
 @functools.cache
 def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
     """The walk of GLA's forward, or its mirror.
@@ -513,9 +522,8 @@ def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -
     """
     config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
     kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
-    dtype = _DTYPES[half]
-    name = f"gla_{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}_{dtype}"
-    return Instance(name, GLA, "channel_gate/forward/kernel.cuh", (kernel,), "channel_gate", dtype)
+    name = f"{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}"
+    return _gla(name, "forward/kernel.cuh", half, kernel)
 
 
 @functools.cache
@@ -526,68 +534,49 @@ def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
         walk: "left" or "right". tile: of V, one of GLA_STATES_TILES.
         walkers: 1 or 2; with a tile of 256 there are two always.
     """
-    walkers, dtype = 2 if tile == 256 else walkers, _DTYPES[half]
+    walkers = 2 if tile == 256 else walkers
     kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
-    header = "channel_gate/backward/states/kernel.cuh"
-    return Instance(f"gla_{walk}_v{tile}_w{walkers}_{dtype}", GLA, header, (kernel,), "channel_gate", dtype)
+    return _gla(f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", half, kernel)
 
 
 @functools.cache
 def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
     """The states at the borders between GLA's segments, or their gradients."""
-    tile, dtype = 64 if dim_v <= 64 else 128, _DTYPES[half]
-    kernels = (
-        f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>",
-        f"gla_carry_kernel<{_cpp(backward)}>",
-    )
-    name = f"gla_segments_v{tile}{'_backward' if backward else ''}_{dtype}"
-    return Instance(name, GLA, "channel_gate/segments/kernels.cuh", kernels, "channel_gate", dtype)
+    tile = 64 if dim_v <= 64 else 128
+    of_sums = f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>"
+    name = f"segments_v{tile}{'_backward' if backward else ''}"
+    return _gla(name, "segments/kernels.cuh", half, of_sums, f"gla_carry_kernel<{_cpp(backward)}>")
 
 
 def all_instances() -> list[Instance]:
     """The shipped ones, and the forward of mLSTM without overlap."""
-    return [
-        *shipped_instances(),
-        *(mlstm_fwd(tile, half, sequential=True) for tile in SEQUENTIAL_TILES for half in (False, True)),
-    ]
+    sequential = itertools.product(SEQUENTIAL_TILES, (False, True))
+    return [*shipped_instances(), *(mlstm_fwd(*of, sequential=True) for of in sequential)]
 
 
 @functools.cache
 def shipped_instances() -> tuple[Instance, ...]:
     """Every instance that a call takes."""
-    return (
-        *(
-            x
-            for half in (False, True)
-            for decay in (False, True)
-            for x in _scalar_gate_instances(half, decay)
-        ),
-        *(x for half in (False, True) for x in _delta_instances(half)),
-        *(x for half in (False, True) for x in _gla_instances(half)),
-        *(mlstm_fwd_combine(decay) for decay in (False, True)),
-        *(mlstm_bwd_combine(decay) for decay in (False, True)),
-        mlstm_bwd_gates(),
-        mlstm_bwd_gates(sigmoid_gate=True),
-        mlstm_bwd_gates(decay=True),
-        delta_leads(),
-        delta_carry(),
-        delta_strength(),
-        delta_decay(),
-        *(mlstm_step(*states) for states in _STATES),
-        *(
-            mlstm_sequence(t, *states, fp32)
-            for t in SEQUENCE_TILES
-            for states in _STATES
-            for fp32 in (False, True)
-        ),
-        *(
-            recurrent(state, v_first, by_channel, delta_rule, dim_k)
-            for state in _STATE_TYPES
-            for v_first in (False, True)
-            for by_channel, delta_rule in ((False, False), (False, True), (True, False))
-            for dim_k in RECURRENT_KEYS
-        ),
+    halves = False, True
+    found: list[Instance] = []
+    for half, decay in itertools.product(halves, halves):
+        found += _scalar_gate_instances(half, decay)
+    for half in halves:
+        found += _delta_instances(half)
+    for half in halves:
+        found += _gla_instances(half)
+    found += [mlstm_fwd_combine(decay) for decay in halves]
+    found += [mlstm_bwd_combine(decay) for decay in halves]
+    found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
+    found += [delta_leads(), delta_carry(), delta_strength(), delta_decay()]
+    found += [mlstm_step(*states) for states in _STATES]
+    of_sequences = itertools.product(SEQUENCE_TILES, _STATES, halves)
+    found += [mlstm_sequence(tokens, *states, fp32) for tokens, states, fp32 in of_sequences]
+    of_steps = itertools.product(
+        _STATE_TYPES, halves, ((False, False), (False, True), (True, False)), RECURRENT_KEYS
     )
+    found += [recurrent(state, v_first, *of, dim_k) for state, v_first, of, dim_k in of_steps]
+    return tuple(found)
 
 
 # dtypes of a state before and after decoding

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tfla_tk import env
 from tfla_tk.build import cache, sources
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import Instance, Launcher
 
 FOLDER = Path(__file__).resolve().parents[1] / "_prebuilt"
 INDEX = "index.json"
@@ -21,17 +19,21 @@ _OWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Index:
     """What the package brings.
 
     Attributes:
         cuda: The CUDA release that it was compiled with, as (major, minor).
-        files: By the name of an artifact its key (`cache.source_key`) and its file below the folder.
+        keys: By the name of an artifact its key (`cache.source_key`).
+        files: By the name of an artifact its file below the folder, which others may share.
+        sources: By the name of a file the headers of its kernels, and their key.
     """
 
     cuda: tuple[int, int]
-    files: dict[str, tuple[str, str]]
+    keys: dict[str, str]
+    files: dict[str, str]
+    sources: dict[str, tuple[list[str], str]]
 
 
 def index() -> Index | None:
@@ -41,35 +43,42 @@ def index() -> Index | None:
 
 
 def find(artifact: cache.Artifact) -> Path | None:
-    """The compiled file of an artifact; None where the package has none of these very sources."""
-    found = index()
-    if found is None:
+    """The compiled file of an artifact; None where the package has none of these very sources, or where
+    kernels that were compiled together with it have changed."""
+    found, name = index(), cache.name_of(artifact)
+    if found is None or found.keys.get(name) != _key(artifact):
         return None
-    key, file = found.files.get(cache.name_of(artifact), ("", ""))
-    return FOLDER / file if key and key == _key(artifact) else None
+    file = found.files[name]
+    headers, key = found.sources[file]
+    return FOLDER / file if _headers_key(tuple(headers)) == key else None
 
 
 def write(folder: Path, cuda: tuple[int, int], files: dict[cache.Artifact, Path]) -> None:
     """Puts compiled files, some of which may be one, and their index into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    names: dict[tuple[int, int], str] = {}
-    listed: dict[str, Any] = {}
+    together: dict[tuple[int, int], list[cache.Artifact]] = {}
     for artifact, path in files.items():
         state = path.stat()
-        # not by its own name: it may be that of the first of several that are compiled together
-        own = "".join((cache.name_of(artifact), *path.suffixes))
-        name = names.setdefault((state.st_dev, state.st_ino), own)
-        if not (folder / name).exists():
-            (folder / name).write_bytes(path.read_bytes())
-        listed[cache.name_of(artifact)] = [_key(artifact), name]
-    (folder / INDEX).write_text(json.dumps({"cuda": cuda, "files": listed}, indent=0))
+        together.setdefault((state.st_dev, state.st_ino), []).append(artifact)
+    told = Index(cuda, {}, {}, {})
+    for artifacts in together.values():
+        path = files[artifacts[0]]
+        # not by its own name: that is of the first of several that were compiled together
+        file = "".join((cache.name_of(artifacts[0]), *path.suffixes))
+        (folder / file).write_bytes(path.read_bytes())
+        headers = cache.headers_of(artifacts)
+        told.sources[file] = headers, _headers_key(tuple(headers))
+        for artifact in artifacts:
+            name = cache.name_of(artifact)
+            told.keys[name], told.files[name] = _key(artifact), file
+    (folder / INDEX).write_text(json.dumps(dataclasses.asdict(told), indent=0))
 
 
 @functools.cache
 def _read(folder: Path) -> Index | None:
     try:
         told = json.loads((folder / INDEX).read_text())
-        return Index(tuple(told["cuda"]), {name: (key, file) for name, (key, file) in told["files"].items()})
+        return Index(**told | {"cuda": tuple(told["cuda"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -77,5 +86,10 @@ def _read(folder: Path) -> Index | None:
 
 
 @functools.cache
-def _key(artifact: Instance | Launcher | str) -> str:
+def _key(artifact: cache.Artifact) -> str:
     return cache.source_key(artifact, sources.thunderkittens_commit())
+
+
+@functools.cache
+def _headers_key(headers: tuple[str, ...]) -> str:
+    return cache.headers_key(headers)

@@ -13,15 +13,15 @@ from tfla_tk.calls.linear import (
     check_frame,
     check_gate,
     check_operands,
-    check_transforms,
 )
+from tfla_tk.core import transforms
 from tfla_tk.core.checks import check_bool, check_device, check_int, check_shape, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor
 
 CHUNK_SIZES = (16, 32, 64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeltaRuleCall(LinearCall):
     """A call of the delta rule as backends judge it.
 
@@ -78,23 +78,21 @@ def check_delta_rule(
     A_log: Any,
     dt_bias: Any,
     initial_state: Any,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
     *,
     scale: Any,
-    output_final_state: Any,
     use_qk_l2norm_in_kernel: Any,
     use_gate_in_kernel: Any,
     use_beta_sigmoid_in_kernel: Any,
     allow_neg_eigval: Any,
-    state_v_first: Any,
     chunk_size: Any,
     gated: bool,
+    **options: Any,
 ) -> DeltaRuleCall:
     """Check one call of the delta rule and describe it.
 
     Args:
         gated: of chunk_gated_delta_rule, whose g is needed; else g is None.
+        initial_state, options: as of `check_frame`.
         others: as the public functions have them; A_log and dt_bias are not looked at without
             use_gate_in_kernel.
 
@@ -120,20 +118,11 @@ def check_delta_rule(
     if not gated and isinstance(scale, Tensor):
         fail("scale", "a number or None (chunk_gated_delta_rule takes a gate)", "a tensor", TypeError)
     frame = check_frame(
-        q,
-        operands,
-        initial_state,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale=scale,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        v_first_in="chunk_gated_delta_rule",
+        q, operands, initial_state, v_first_in="chunk_gated_delta_rule", scale=scale, **options
     )
-    inputs = [x for x in (q, k, v, g, beta, *parameters, initial_state) if x is not None]
     return DeltaRuleCall(
         **frame,
-        **check_transforms(inputs, []),
+        **transforms.of_call((q, k, v, g, beta, *parameters, initial_state), ()),
         gate=gate,
         chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_chunk_size(chunk_size),
         qk_l2norm=check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),

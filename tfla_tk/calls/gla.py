@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tfla_tk.calls.linear import LinearCall, check_frame, check_operands, check_transforms
+from tfla_tk.calls.linear import LinearCall, check_frame, check_operands
+from tfla_tk.core import transforms
 from tfla_tk.core.checks import check_device, check_shape, check_tensor
 from tfla_tk.core.layout import MaybeTensor
 
@@ -40,19 +41,15 @@ def check_gla(
     v: Any,
     g: Any,
     initial_state: Any,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
     *,
-    scale: Any,
-    output_final_state: Any,
-    state_v_first: Any,
     gate: str = "g",
+    **options: Any,
 ) -> LinearCall:
     """Check one call of gated linear attention and describe it; its gate is "channel".
 
     Args:
-        g: [B, T, H, K]. gate: its name in messages.
-        others: as the public function has them; v has the heads of q.
+        g: [B, T, H, K]. gate: its name in messages. v has the heads of q.
+        initial_state, options: as of `check_frame`.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -62,17 +59,5 @@ def check_gla(
     check_tensor(gate, g, 4, "[B, T, H, K]")
     check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")
     check_device(gate, g, q.device)
-    frame = check_frame(
-        q,
-        operands,
-        initial_state,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale=scale,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        v_first_in="chunk_gla",
-        heads="H",
-    )
-    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
-    return LinearCall(**frame, **check_transforms(inputs, []), gate="channel")
+    frame = check_frame(q, operands, initial_state, v_first_in="chunk_gla", heads="H", **options)
+    return LinearCall(**frame, **transforms.of_call((q, k, v, g, initial_state), ()), gate="channel")

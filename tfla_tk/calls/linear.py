@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import transforms
+from tfla_tk.core.call import Call
 from tfla_tk.core.checks import (
     OFFSET_DTYPES,
     autocast_dtype,
@@ -26,45 +27,32 @@ from tfla_tk.core.checks import (
     fail,
 )
 from tfla_tk.core.invariance import is_batch_invariant
+from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_eager
 
 DEFAULT_CHUNK = 64
 MOST_STEPS = 64  # tokens that fla's layers compute by a recurrence
 
 
-@dataclass(frozen=True)
-class LinearCall:
+@dataclass(frozen=True, kw_only=True)
+class LinearCall(Call):
     """What a backend needs to know about one call to accept or refuse it.
 
-    heads counts the heads of q and k, value_heads those of v, gates and states, of one batch entry; seq the
-    tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
-    batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
-    decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
-    and key channel). requires_grad says that a gradient will be recorded; batch_invariant is the option of
-    that name; recurrent, that it is of a function that goes token by token; state_in_place is the dtype of a
-    state that is overwritten, None where none is.
+    Attributes:
+        value_heads: those of v, gates and states, of one batch entry; as many as heads, or a multiple.
+        gate: "none", "token" (a decay per token and head), "head" (a decay per head, without gradient) or
+            "channel" (one per token, head and key channel).
+        recurrent: it is of a function that goes token by token.
+        state_in_place: dtype of a state that is overwritten; None where none is.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    batch: int
-    sequences: int
-    heads: int
+    chunk_size: int = DEFAULT_CHUNK
     value_heads: int
-    seq: int
-    dim_qk: int
-    dim_v: int
     gate: str
     scale: float
     output_final_state: bool
     has_initial: bool
     state_v_first: bool
-    varlen: bool
-    requires_grad: bool
-    chunk_size: int = DEFAULT_CHUNK
-    forward_mode: bool = False
-    transformed: bool = False
-    batch_invariant: bool = False
     recurrent: bool = False
     state_in_place: torch.dtype | None = None
 
@@ -72,10 +60,29 @@ class LinearCall:
         """Whether a recurrence serves the call best: up to `most` tokens without gradients."""
         return self.recurrent and not self.requires_grad and self.seq <= most
 
-    @property
-    def is_empty(self) -> bool:
-        """True when there is no token to compute."""
-        return self.batch * self.value_heads * self.seq == 0
+
+class SimpleGLACore(NamedTuple):
+    """A call of the kernels of a scalar decay.
+
+    Attributes:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
+        g: log decay in fp32 or 16 bits (fp64 for fp64 q), [B, T, HV] of any strides, or [HV] of every token,
+            which has no gradient; None: nothing decays.
+        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
+            host.
+        scale: of q k^T, positive.
+        batch_invariant: the option of that name.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: MaybeTensor
+    initial_state: MaybeTensor
+    cu_seqlens: MaybeTensor
+    scale: float
+    batch_invariant: bool = False
 
 
 def check_simple_gla(
@@ -85,23 +92,16 @@ def check_simple_gla(
     g: Tensor | None,
     g_gamma: Tensor | None,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     *,
-    scale: float | None,
-    output_final_state: bool,
-    state_v_first: bool,
     chunk_size: int | None,
+    **options: Any,
 ) -> LinearCall:
     """Check one call with a scalar decay and describe it.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV]. g_gamma: [HV]. At most one of them.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
-            number of packed sequences.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        cu_seqlens_cpu: the same on the CPU; both are read and compared where cu_seqlens is on the CPU, too.
+        initial_state, options: as of `check_frame`.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -109,21 +109,10 @@ def check_simple_gla(
     """
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
-    frame = check_frame(
-        q,
-        operands,
-        initial_state,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        scale=scale,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        v_first_in="chunk_simple_gla",
-    )
-    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
+    frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)
     return LinearCall(
         **frame,
-        **check_transforms(inputs, [] if g_gamma is None else [g_gamma]),
+        **transforms.of_call((q, k, v, g, initial_state), (g_gamma,)),
         gate=gate,
         chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
     )
@@ -183,9 +172,9 @@ def check_frame(
     q: Tensor,
     operands: Operands,
     initial_state: Any,
+    *,
     cu_seqlens: Any,
     cu_seqlens_cpu: Any,
-    *,
     scale: Any,
     output_final_state: Any,
     state_v_first: Any,
@@ -195,6 +184,11 @@ def check_frame(
     """Check what every operator has beside its operands and gates; the fields of its `LinearCall`.
 
     Args:
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
+            number of packed sequences.
+        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
+        cu_seqlens_cpu: the same on the CPU; both are read and compared where cu_seqlens is on the CPU, too.
+        scale, output_final_state: as the public functions have them.
         v_first_in: the family's function that has state_v_first; others pass False. heads: the name of the
             heads of a state in messages.
     """
@@ -227,19 +221,6 @@ def check_frame(
         "state_v_first": state_v_first,
         "varlen": cu_seqlens is not None,
         "batch_invariant": is_batch_invariant(),
-    }
-
-
-def check_transforms(inputs: list[Tensor], constants: list[Tensor]) -> dict[str, Any]:
-    """What differentiates or transforms the call, as fields of its `LinearCall`.
-
-    Args:
-        inputs: the tensors that may have gradients. constants: the others.
-    """
-    return {
-        "requires_grad": torch.is_grad_enabled() and any(map(transforms.requires_grad, inputs)),
-        "forward_mode": transforms.has_tangent((*inputs, *constants)),
-        "transformed": any(map(transforms.is_transformed, [*inputs, *constants])),
     }
 
 

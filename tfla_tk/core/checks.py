@@ -40,11 +40,18 @@ def shown_name(name: str, known: Iterable[str]) -> str:
 
 def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
     """A dense floating-point tensor of the given rank; `layout` spells its dimensions for the message."""
+    _check_dense(name, value, rank, layout, FLOAT_DTYPES, "float16, bfloat16, float32 or float64")
+
+
+def _check_dense(
+    name: str, value: Any, rank: int, layout: str, dtypes: tuple[torch.dtype, ...], of_dtypes: str
+) -> None:
+    """A dense tensor of one of the dtypes, which `of_dtypes` spells."""
     if not isinstance(value, Tensor):
         fail(name, f"a tensor {layout}", type(value).__name__, TypeError)
     _check_subclass(name, value)
-    if value.dtype not in FLOAT_DTYPES:
-        fail(name, "dtype float16, bfloat16, float32 or float64", value.dtype, TypeError)
+    if value.dtype not in dtypes:
+        fail(name, f"dtype {of_dtypes}", value.dtype, TypeError)
     if value.layout is not torch.strided:
         fail(name, "a dense (strided) tensor", value.layout, TypeError)
     if value.dim() != rank:
@@ -84,6 +91,14 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
     """The device of q."""
     if value.device != device:
         fail(name, f"device {device}, the device of q", value.device)
+
+
+def check_expected(q: Tensor, expected: Iterable[ExpectedTensor]) -> None:
+    """Dense floating-point tensors of these shapes on q's device."""
+    for name, value, shape, layout in expected:
+        check_tensor(name, value, len(shape), layout)
+        check_shape(name, value, shape, layout)
+        check_device(name, value, q.device)
 
 
 def check_dtype_of_q(name: str, value: Tensor, dtype: torch.dtype) -> None:
@@ -162,15 +177,7 @@ def check_eps(value: Any) -> float:
 def check_cu_seqlens(value: Any, q: Tensor) -> None:
     """Offsets [N + 1] of sequences packed in q's batch of one; their values are not read."""
     name = "cu_seqlens"
-    if not isinstance(value, Tensor):
-        fail(name, "a tensor [N + 1]", type(value).__name__, TypeError)
-    _check_subclass(name, value)
-    if value.dtype not in OFFSET_DTYPES:
-        fail(name, "dtype int32 or int64", value.dtype, TypeError)
-    if value.layout is not torch.strided:
-        fail(name, "a dense (strided) tensor", value.layout, TypeError)
-    if value.dim() != 1:
-        fail(name, "1 dimension [N + 1]", f"{value.dim()} with shape {tuple(value.shape)}")
+    _check_dense(name, value, 1, "[N + 1]", OFFSET_DTYPES, "int32 or int64")
     if value.shape[0] < 2:
         fail(name, "at least 2 entries", value.shape[0])
     check_device(name, value, q.device)

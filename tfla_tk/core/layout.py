@@ -40,22 +40,6 @@ class Cut(NamedTuple):
     chunks: int
 
 
-class KeptStates(NamedTuple):
-    """States of a forward for its backward: with head dims of at most 128 those before every second chunk of
-    64 tokens, transposed and in 16 bits, else those at the cuts of its sequences.
-
-    Attributes:
-        workspace: of the forward's kernels.
-        cut: of the forward's sequences.
-        offsets: bytes from the start of the workspace to the states and to n, which is written with a
-            normaliser only.
-    """
-
-    workspace: Tensor
-    cut: Cut
-    offsets: tuple[int, int]
-
-
 class Kept(NamedTuple):
     """What a forward's kernels leave for their backward.
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tfla_tk.core.checks import autocast_dtype
 from tfla_tk.core.invariance import is_batch_invariant
@@ -227,6 +228,11 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
         if x is not None and x.is_neg():
             return False
     return True
+
+
+def has_no_values(cu_seqlens: Tensor | None) -> bool:
+    """Whether the offsets of packed sequences cannot be read now: a registered op reads them when it runs."""
+    return cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens))
 
 
 def is_direct(tensors: tuple[Any, ...]) -> bool:

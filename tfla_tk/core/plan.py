@@ -10,41 +10,17 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from tfla_tk.backends.registry import family_module
+from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
 from tfla_tk.core.dispatch import choose
 from tfla_tk.core.memo import CallMemo
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
-
-
-class Call(Protocol):
-    """What dispatch and plans read of a family's description of a call.
-
-    Attributes:
-        dtype: that the leading tensors are cast to.
-        heads, seq: of q: heads of one batch entry, tokens.
-        is_empty: there is nothing to compute.
-        forward_mode: an input has a tangent.
-        batch_invariant: the option of that name.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def is_empty(self) -> bool: ...
-    @property
-    def forward_mode(self) -> bool: ...
-    @property
-    def batch_invariant(self) -> bool: ...
 
 
 class Plan(NamedTuple):
@@ -64,7 +40,7 @@ class CallPath:
     """The calls that a family's functions of one kernel make, and the plans of the plain ones.
 
     Args:
-        name: of the kernel, as `registry.FAMILIES` has it.
+        name: of the kernel, as `registry.family_module` has it.
         tensors, options: the names of the arguments in the order in which `serve` gets them. Options tell the
             functions of a kernel apart, and one of them is `backend`.
         check: all arguments but `backend` by keyword to the description of a call, a `Call`; raises TypeError

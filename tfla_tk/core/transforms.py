@@ -80,6 +80,21 @@ def is_transformed(x: Tensor) -> bool:
     return _KNOWN and not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x)
 
 
+def of_call(inputs: Iterable[Tensor | None], constants: Iterable[Tensor | None]) -> dict[str, Any]:
+    """What differentiates or transforms a call, as fields of its description.
+
+    Args:
+        inputs: the tensors that may have gradients. constants: the others.
+    """
+    given = [x for x in inputs if x is not None]
+    tensors = [*given, *(x for x in constants if x is not None)]
+    return {
+        "requires_grad": torch.is_grad_enabled() and any(map(requires_grad, given)),
+        "forward_mode": has_tangent(tensors),
+        "transformed": any(map(is_transformed, tensors)),
+    }
+
+
 def are_active() -> bool:
     """Whether an op that is called now is called by a transform."""
     return _KNOWN and peek_interpreter_stack() is not None

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from tfla_tk.core import transforms
-from tfla_tk.core.layout import KeptStates, MaybeTensor
-from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, named_in_profiles, records
+from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, records
 
 
 class Recorded(NamedTuple):
@@ -55,71 +55,26 @@ def function(
     def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         found = forward(*args)
         ctx.save_for_backward(*found.saved)
-        return _outputs(ctx, found)
+        ctx.options = found.options
+        if found.constants:
+            ctx.mark_non_differentiable(*found.constants)
+        ctx.set_materialize_grads(False)
+        return found.outputs
 
     def run_back(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
         return _needed(ctx.needs_input_grad, backward(ctx.saved_tensors, ctx.options, grads))
 
-    return _new_class(name, run, once_differentiable(run_back) if once else run_back)
-
-
-def direct_function(
-    name: str,
-    forward: Callable[..., tuple[Recorded, KeptStates | None]],
-    backward_tensors: Callable[[Sequence[Any], tuple[MaybeTensor, ...]], tuple[Any, ...]],
-    kernels: Callable[..., Sequence[MaybeTensor]],
-    op: Callable[..., Sequence[MaybeTensor]],
-    op_name: str,
-) -> Callable[..., Any]:
-    """What applies an autograd function of plain eager calls, which calls kernels and dispatches no op.
-
-    Args:
-        name, forward: as of `function`; forward also returns what its kernels have kept, if anything.
-        backward_tensors: what the backward op takes, from what forward has saved and the gradients.
-        kernels: those of the backward op, of its arguments and of what the forward has kept.
-        op: the backward op, for a backward that is not plain.
-        op_name: of that op, for profiles.
-    """
-
-    def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
-        found, kept = forward(*args)
-        ctx.kept = None if kept is None else kept[1:]
-        ctx.save_for_backward(*found.saved, None if kept is None else kept.workspace)
-        return _outputs(ctx, found)
-
-    def run_back(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        *saved, workspace = ctx.saved_tensors
-        tensors = backward_tensors(saved, grads)
-        if is_plain_backward((*tensors, workspace), grads):
-            kept = None if workspace is None else KeptStates(workspace, *ctx.kept)
-            found = named_in_profiles(op_name, kernels)(*tensors, *ctx.options, kept)
-        else:
-            found = op(*tensors, *ctx.options)
-        return _needed(ctx.needs_input_grad, found)
-
-    return direct_apply(_new_class(name, run, run_back))
+    methods = {"forward": run, "backward": once_differentiable(run_back) if once else run_back}
+    body = {method: staticmethod(function) for method, function in methods.items()}
+    return types.new_class(
+        name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(body)
+    )
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What torch.autograd.Function.apply calls where no transform of torch.func is near."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
-
-
-def _new_class(
-    name: str, run: Callable[..., Any], run_back: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    methods = {"forward": staticmethod(run), "backward": staticmethod(run_back)}
-    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
-
-
-def _outputs(ctx: Any, found: Recorded) -> tuple[MaybeTensor, ...]:
-    """The outputs of a forward, after what its context has to know."""
-    ctx.options = found.options
-    if found.constants:
-        ctx.mark_non_differentiable(*found.constants)
-    ctx.set_materialize_grads(False)
-    return found.outputs
 
 
 def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:

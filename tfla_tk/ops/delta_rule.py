@@ -2,141 +2,63 @@
 
 tfla_tk::delta_rule_fwd takes a `DeltaRuleCore` and output_final_state. Without g nothing decays. The flags
 say what of the raw inputs the op itself makes: the norm of q and k, the sigmoid of beta, and by A_log and
-dt_bias the log decay. What the kernels do not make, `make_inputs` makes in front of the op.
+dt_bias the log decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall, DeltaRuleCore
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.ops.linear import Family, LinearOps, Result
-
-
-def delta_rule(call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]) -> Result:
-    """The tk backend: tfla_tk::delta_rule_fwd.
-
-    Args:
-        native: what the kernels make themselves of "qk_l2norm", "beta_sigmoid" and "gate".
-        tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
-
-    Returns:
-        (o, final state or None), the state as the call wants it.
-    """
-    return _ops.serve(call, _read(call, native, tensors))
-
-
-def prepare_delta_rule(
-    call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]
-) -> Callable[..., Result]:
-    """`delta_rule` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-    Like these are tensors with the same metadata, strides included, that autograd records or not as these.
-    """
-    return _ops.prepare(call, lambda *tensors: _read(call, native, tensors), tensors)
-
-
-def packed_delta_rule(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
-    """tfla_tk::packed_delta_rule; tensors and result as of `delta_rule`."""
-    return _ops.serve_packed(call, _core(call, tensors), form)
-
-
-def reference(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
-    """A form of the reference in plain autograd; tensors and result as of `delta_rule`."""
-    return _ops.serve_reference(call, _core(call, tensors), form)
+from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form
 
 
 def _core(call: DeltaRuleCall, tensors: Sequence[Any]) -> DeltaRuleCore:
-    """The core of a call's tensors in the dtypes that they have."""
     q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, _ = tensors
     if call.gate != "raw":
         a_log = dt_bias = None
-    if initial_state is not None and call.state_v_first:
-        initial_state = initial_state.mT
     flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval, call.batch_invariant
     return DeltaRuleCore(q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags)
 
 
-def _read(call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]) -> DeltaRuleCore:
-    """The core as the kernels take it."""
-    core: DeltaRuleCore = _ops.as_read(_core(call, tensors))
-    return make_inputs(core, native)
-
-
-def make_inputs(core: DeltaRuleCore, native: Collection[str] = ()) -> DeltaRuleCore:
-    """The core after torch operations, which autograd records, have made what is not native.
-
-    q and k are rounded to their dtype again, as fla does; g and beta are fp32 then.
-    """
-    return _made(core, native, rounded=True)
-
-
-def _made(core: DeltaRuleCore, native: Collection[str], *, rounded: bool) -> DeltaRuleCore:
+def _made(core: DeltaRuleCore) -> DeltaRuleCore:
+    """With what the flags ask for made of the raw inputs."""
     import tfla_tk.reference as forms
 
-    if core.qk_l2norm and "qk_l2norm" not in native:
-        q, k = forms.l2_norm(core.q), forms.l2_norm(core.k)
-        if rounded:
-            q, k = q.to(core.q.dtype), k.to(core.k.dtype)
-        core = core._replace(q=q, k=k, qk_l2norm=False)
-    if core.beta_sigmoid and "beta_sigmoid" not in native:
-        beta = forms.writing_strength(core.beta, core.neg_eigval)
-        core = core._replace(beta=beta, beta_sigmoid=False, neg_eigval=False)
-    if core.g is not None and core.A_log is not None and "gate" not in native:
-        g = forms.delta_log_decay(core.g, core.A_log, core.dt_bias)
-        core = core._replace(g=g, A_log=None, dt_bias=None)
+    if core.qk_l2norm:
+        core = core._replace(q=forms.l2_norm(core.q), k=forms.l2_norm(core.k))
+    if core.beta_sigmoid:
+        core = core._replace(beta=forms.writing_strength(core.beta, core.neg_eigval))
+    if core.g is not None and core.A_log is not None:
+        core = core._replace(g=forms.delta_log_decay(core.g, core.A_log, core.dt_bias))
     return core
 
 
-# The reference
-
-
-def _in_form(core: DeltaRuleCore, form: str, chunk_size: int, output_final_state: bool) -> Result:
-    import tfla_tk.reference as forms
-
-    made = _made(core, (), rounded=False)
-    gates = (made.beta,) if made.g is None else (made.g, made.beta)
-    name = "delta_rule" if made.g is None else "gated_delta_rule"
-    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    o, last = getattr(forms, f"{name}_{form}")(
-        made.q,
-        made.k,
-        made.v,
-        *gates,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=core.cu_seqlens,
-        **options,
-    )
+def _in_form(core: DeltaRuleCore, *options: Any) -> Result:
+    made = _made(core)
+    operands = made.q, made.k, made.v
+    if made.g is None:
+        o, last = in_form("delta_rule", (*operands, made.beta), made, *options)
+    else:
+        o, last = in_form("gated_delta_rule", (*operands, made.g, made.beta), made, *options)
     return o.to(core.q.dtype), last
 
 
-def _gradients(core: DeltaRuleCore, do: Any, dht: Any, chunk_size: int) -> Sequence[MaybeTensor]:
+def _gradients(core: DeltaRuleCore, *grads: Any) -> Sequence[MaybeTensor]:
     import tfla_tk.reference as forms
 
-    made = _made(core, (), rounded=False)
-    dq, dk, dv, dg, dbeta, dh0 = forms.gated_delta_rule_backward(
-        made.q,
-        made.k,
-        made.v,
-        made.beta.new_zeros(made.beta.shape) if made.g is None else made.g,
-        made.beta,
-        do,
-        dht,
-        scale=core.scale,
-        initial_state=core.initial_state,
-        cu_seqlens=core.cu_seqlens,
-        chunk_size=chunk_size,
-    )
+    made = _made(core)
+    g = made.beta.new_zeros(made.beta.shape) if made.g is None else made.g
+    operands = made.q, made.k, made.v, g, made.beta
+    dq, dk, dv, dg, dbeta, dh0 = explicit_gradients("gated_delta_rule", operands, made, *grads)
+    da_log = ddt_bias = None
     if core.qk_l2norm:
         dq, dk = forms.l2_norm_backward(core.q, dq), forms.l2_norm_backward(core.k, dk)
     if core.beta_sigmoid:
         dbeta = forms.writing_strength_backward(core.beta, dbeta, core.neg_eigval)
-    da_log = ddt_bias = None
     if core.g is not None and core.A_log is not None:
         dg, da_log, ddt_bias = forms.delta_log_decay_backward(core.g, core.A_log, core.dt_bias, dg)
     given = None if core.g is None else dg
@@ -149,7 +71,7 @@ def _kernels() -> Any:
     return launch
 
 
-_ops = LinearOps(
+ops = LinearOps(
     Family(
         name="delta_rule",
         title="the delta rule",
@@ -164,6 +86,7 @@ _ops = LinearOps(
         ),
         gates=("g", "A_log", "dt_bias"),
         core=DeltaRuleCore,
+        read=_core,
         reference=_in_form,
         gradients=_gradients,
         kernels=_kernels,

@@ -28,13 +28,16 @@ inputs that have the metadata of core's, strides included; the options are core'
 return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
 so it is in the registered ops, but for a family that keeps (`ops.kept`).
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
-inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
+inputs but cu_seqlens in their order, each like its input; None for what was not asked for. The backward of a
+family that saves the final state gets it by keyword, final_state.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -52,7 +55,14 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
+from tfla_tk.core.memo import (
+    are_saved_tensors_hooked,
+    has_no_values,
+    is_plain,
+    may_keep,
+    named_in_profiles,
+    records,
+)
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 from tfla_tk.ops.head_dims import as_asked, fits, padded, unpadded
@@ -73,11 +83,16 @@ class Family:
         options: of the ops' schema, without output_final_state.
         gates: the inputs whose gradients are computed only where one of them is asked for.
         core: what the kernels and the reference take: a NamedTuple of inputs and options.
+        read: the core of a call and its tensors as they are, but for the layout of the initial state.
         reference: (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None.
         gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
         kernels: finds the module of the kernels.
         flops: of forward and backward per token and head of v, from K and V.
         keeps: its registered ops keep what the kernels leave for the backward (`ops.kept`).
+        saves_final_state: <name>_bwd takes the final state behind the inputs: that of a forward which returns
+            it, where gates have a gradient.
+        places: of the inputs among the tensors of a call; None: they are the first ones, in their order.
+        op_inputs: the inputs as the ops take them, from those that the kernels take; None: the same.
     """
 
     name: str
@@ -87,11 +102,15 @@ class Family:
     options: tuple[str, ...]
     gates: tuple[str, ...]
     core: Callable[..., Any]
+    read: Callable[[Any, Sequence[Any]], Any]
     reference: Callable[..., Result]
     gradients: Callable[..., Sequence[MaybeTensor]]
     kernels: Callable[[], Any]
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
     keeps: bool = False
+    saves_final_state: bool = False
+    places: Callable[[Sequence[Any]], Sequence[int]] | None = None
+    op_inputs: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,11 +118,51 @@ class Family:
         return tuple(name.removesuffix("?") for name in self.inputs)
 
 
+def in_form(
+    name: str, operands: Sequence[Any], core: Any, form: str, chunk_size: int, output_final_state: bool
+) -> Result:
+    """o and the final state or None by a form of the reference, `<name>_<form>`.
+
+    Args:
+        operands: its positional arguments. core: has the others.
+    """
+    import tfla_tk.reference as forms
+
+    options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
+    found: Result = getattr(forms, f"{name}_{form}")(
+        *operands,
+        scale=core.scale,
+        initial_state=core.initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=core.cu_seqlens,
+        **options,
+    )
+    return found
+
+
+def explicit_gradients(
+    name: str, operands: Sequence[Any], core: Any, do: Tensor, dht: MaybeTensor, chunk_size: int
+) -> tuple[Tensor, ...]:
+    """Of the operands and the initial state, by the reference's `<name>_backward`."""
+    import tfla_tk.reference as forms
+
+    found: tuple[Tensor, ...] = getattr(forms, f"{name}_backward")(
+        *operands,
+        do,
+        dht,
+        scale=core.scale,
+        initial_state=core.initial_state,
+        cu_seqlens=core.cu_seqlens,
+        chunk_size=chunk_size,
+    )
+    return found
+
+
 class LinearOps:
     """The registered ops of a family.
 
     Attributes:
-        fwd, bwd, packed, packed_bwd: the ops.
+        fwd, bwd, packed, packed_bwd: the ops, called with arguments in the order above.
         keeping: those of a family that keeps; None for others.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
             arguments are the inputs, and in one tuple the prepared forward, its module, the options,
@@ -113,15 +172,16 @@ class LinearOps:
     def __init__(self, family: Family) -> None:
         self.family = family
         self._count = len(family.inputs)
+        self._saved_count = self._count + family.saves_final_state
         self._place = {name: place for place, name in enumerate(family.names)}
         self._gates = [self._place[name] for name in family.gates]
         name = family.name
         self._define()
-        ops = torch.ops.tfla_tk
         self.fwd, self.bwd, self.packed, self.packed_bwd = (
-            getattr(ops, each).default
-            for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
+            getattr(torch.ops.tfla_tk, op).default
+            for op in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
         )
+        self._fwd_name, self._bwd_name = f"tfla_tk::{name}_fwd", f"tfla_tk::{name}_bwd"
         self.direct = autograd.direct_apply(
             autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
         )
@@ -129,32 +189,39 @@ class LinearOps:
         self._register()
         self.keeping = KeepingOps(self) if family.keeps else None
 
-    # What backends call, with a core and a description of the call
+    # What backends have: o, and the final state as the call wants it; the last tensor is cu_seqlens_cpu
 
-    def serve(self, call: LinearCall, core: Any) -> Result:
-        """<name>_fwd: o, and the final state as the call wants it."""
-        o, last = unpadded(call, *self.fwd(*self._padded(call, core), call.output_final_state))
+    def serve(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
+        """The tk backend: <name>_fwd."""
+        core = self._padded(call, self._as_op_takes(self._read(call, tensors)))
+        o, last = unpadded(call, *self.fwd(*core, call.output_final_state))
         return o, as_asked(call, last)
 
     def prepare(
-        self, call: LinearCall, read: Callable[..., Any], tensors: Sequence[Any]
-    ) -> Callable[..., Result]:
+        self, call: LinearCall, variant: str | None, tensors: Sequence[Any]
+    ) -> Callable[..., Result] | None:
         """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
-        Args:
-            read: makes the core of the tensors of a call.
-            tensors: those of the family's inputs first, in their order.
+        Like these are tensors of the same metadata, strides included, that autograd records or not as these.
         """
-        core, count = self._padded(call, read(*tensors)), self._count
+        if not is_plain(tuple(tensors)):
+            return None
+        core, count = self._padded(call, self._read(call, tensors)), self._count
         recorded = records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
         constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
         # then nothing is to be done but to leave out what is no input, for the host's time
-        reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
+        places = self.family.places
+        inputs_of = itemgetter(*(range(count) if places is None else places(tensors)))
+        reads_as_given = all(x is y for x, y in zip(core[:count], inputs_of(tensors), strict=True))
 
         def run(*tensors: Any) -> Result:
-            inputs = tensors[:count] if reads_as_given else self._padded(call, read(*tensors))[:count]
+            inputs = (
+                inputs_of(tensors)
+                if reads_as_given
+                else self._padded(call, self._read(call, tensors))[:count]
+            )
             if recorded:
                 o, last = self.direct(*inputs, constants)
             else:
@@ -162,21 +229,34 @@ class LinearOps:
             o, last = unpadded(call, o, last)
             return o, as_asked(call, last)
 
-        return named_in_profiles(self.fwd.name(), run)
+        return named_in_profiles(self._fwd_name, run)
 
-    def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
-        """packed_<name>: as `serve`, by a form of the reference."""
-        o, last = self.packed(*self.as_read(core), form, call.chunk_size, call.output_final_state)
-        return o, as_asked(call, last)
-
-    def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
-        """A form of the reference in plain autograd."""
+    def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
+        """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
+        form = variant or ("recurrent" if call.goes_by_token() else "chunkwise")
+        *inputs, cu_seqlens, cu_seqlens_cpu = tensors
+        if has_no_values(cu_seqlens):
+            core = self._as_op_takes(self._read(call, tensors))
+            o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
+            return o, as_asked(call, last)
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        core = self._core(call, (*inputs, offsets, None))
         o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
         # computed in the widest dtype of the inputs
-        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
+        last = as_asked(call, as_dtype(last, state_dtype(core.q)))
+        # without a token it may be the initial state itself
+        return o, last.clone() if last is not None and call.seq == 0 else last
 
-    def as_read(self, core: Any) -> Any:
+    def _core(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
+        """The core of a call's tensors in the dtypes that they have."""
+        core = self.family.read(call, tensors)
+        if core.initial_state is None or not call.state_v_first:
+            return core
+        return core._replace(initial_state=core.initial_state.mT)
+
+    def _read(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
         """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
+        core = self._core(call, tensors)
         dtype = state_dtype(core.q)
         gates = {name: getattr(core, name) for name in self.family.names[3:-2]}
         narrowed = {
@@ -185,6 +265,12 @@ class LinearOps:
             if x is not None and x.dtype.itemsize > dtype.itemsize
         }
         return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
+
+    def _as_op_takes(self, core: Any) -> Any:
+        """The core for the ops, from that for the kernels."""
+        if self.family.op_inputs is None:
+            return core
+        return core._make((*self.family.op_inputs(core[: self._count]), *core[self._count :]))
 
     def _padded(self, call: LinearCall, core: Any) -> Any:
         """The core with head dims that the kernels have."""
@@ -197,20 +283,15 @@ class LinearOps:
     # Registration
 
     def _define(self) -> None:
-        family, define = self.family, library.get().define
+        name, define = self.family.name, library.get().define
         inputs, options, grads = self.arguments()
-        outputs = "(Tensor o, Tensor final_state)"
-        given = "Tensor do, Tensor? dht"
-        define(f"{family.name}_fwd({inputs}, {options}, bool output_final_state) -> {outputs}")
-        define(f"{family.name}_bwd({inputs}, {given}, {options}, bool needs_gates) -> ({grads})")
-        define(
-            f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
-            f" -> {outputs}"
-        )
-        define(
-            f"packed_{family.name}_bwd({inputs}, {given}, {options}, int chunk_size, bool needs_gates)"
-            f" -> ({grads})"
-        )
+        outputs, given = "(Tensor o, Tensor final_state)", "Tensor do, Tensor? dht"
+        final_state = "Tensor? final_state, " if self.family.saves_final_state else ""
+        packed = "int chunk_size, bool"
+        define(f"{name}_fwd({inputs}, {options}, bool output_final_state) -> {outputs}")
+        define(f"{name}_bwd({inputs}, {final_state}{given}, {options}, bool needs_gates) -> ({grads})")
+        define(f"packed_{name}({inputs}, {options}, str form, {packed} output_final_state) -> {outputs}")
+        define(f"packed_{name}_bwd({inputs}, {given}, {options}, {packed} needs_gates) -> ({grads})")
 
     def arguments(self) -> tuple[str, str, str]:
         """The inputs, options and gradients of a schema."""
@@ -230,49 +311,52 @@ class LinearOps:
         )
 
     def _implement(self) -> None:
-        name, refusal, impl = self.family.name, self.refusal, library.get().impl
-        impl(f"{name}_fwd", self._fwd_cpu, "CPU")
-        impl(f"{name}_bwd", self._bwd_cpu, "CPU")
-        impl(f"{name}_fwd", self._fwd_cuda, "CUDA")
-        impl(f"{name}_bwd", self._bwd_cuda, "CUDA")
-        impl(f"packed_{name}", self._packed, "CompositeExplicitAutograd")
-        impl(f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd")
-        for op_name, op, function in (
-            (f"{name}_fwd", self.fwd, autograd.function(name, self._record, self._differentiate)),
-            (f"{name}_bwd", self.bwd, autograd.refusing(f"{name}_backward", self.bwd, refusal)),
+        name, impl = self.family.name, library.get().impl
+        for of, function, key in (
+            (f"{name}_fwd", self._fwd_cpu, "CPU"),
+            (f"{name}_bwd", self._bwd_cpu, "CPU"),
+            (f"{name}_fwd", self._fwd_cuda, "CUDA"),
+            (f"{name}_bwd", self._bwd_cuda, "CUDA"),
+            (f"packed_{name}", self._packed, "CompositeExplicitAutograd"),
+            (f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd"),
+        ):
+            impl(of, function, key)
+        for title, forward, record, differentiate, backward in (
+            (name, self.fwd, self._record, self._differentiate, self.bwd),
             (
                 f"packed_{name}",
                 self.packed,
-                autograd.function(f"packed_{name}", self._record_packed, self._differentiate_packed),
-            ),
-            (
-                f"packed_{name}_bwd",
+                self._record_packed,
+                self._differentiate_packed,
                 self.packed_bwd,
-                autograd.refusing(f"packed_{name}_backward", self.packed_bwd, refusal),
             ),
         ):
-            impl(op_name, autograd.recording(op_name, op, function), "Autograd")
+            recorder = autograd.function(title, record, differentiate)
+            refusing = autograd.refusing(f"{title}_backward", backward, self.refusal)
+            for op, applied in ((forward, recorder), (backward, refusing)):
+                op_name = op._schema.name.partition("::")[2]
+                impl(op_name, autograd.recording(op_name, op, applied), "Autograd")
 
     def _register(self) -> None:
         name, heads, our_library = self.family.name, self.family.heads, library.get()
-        for forward in (f"{name}_fwd", f"packed_{name}"):
-            our_library.register_fake(forward, self.fwd_fake)
-            flops.register(forward, self.family.flops[0])
-        for backward in (f"{name}_bwd", f"packed_{name}_bwd"):
-            our_library.register_fake(backward, self.bwd_fake)
-            flops.register(backward, self.family.flops[1])
+        for of in (f"{name}_fwd", f"packed_{name}"):
+            our_library.register_fake(of, self.fwd_fake)
+            flops.register(of, self.family.flops[0])
+        for of in (f"{name}_bwd", f"packed_{name}_bwd"):
+            our_library.register_fake(of, self.bwd_fake)
+            flops.register(of, self.family.flops[1])
         common: dict[str, Any] = {
             "cu_seqlens": self._count - 1,
             # tensors [HV], and cu_seqlens, which is not one of them
             "per_head": [place for place, dim in enumerate(heads[:-1]) if dim == 0],
         }
-        our_library.register_vmap(
-            f"{name}_fwd",
-            transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common),
-        )
+        fwd_vmap = transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common)
+        # of the final state, do and dht
+        others = (1, 2, 1) if self.family.saves_final_state else (2, 1)
         self.bwd_vmap = transforms.merge_into_batch(
-            self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common
+            self.bwd, heads=(*heads, *others), result_heads=heads[:-1], **common
         )
+        our_library.register_vmap(f"{name}_fwd", fwd_vmap)
         our_library.register_vmap(f"{name}_bwd", self.bwd_vmap)
 
     # What the ops compute
@@ -297,11 +381,11 @@ class LinearOps:
         return out
 
     def _bwd_cpu(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
+        inputs, do, dht, (*options, needs_gates) = self._split_backward(args, self._saved_count)
         return self._reference_bwd(inputs, do, dht, *options, CHUNK, needs_gates)
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args)
+        inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args, self._count)
         return self._reference_bwd(inputs, do, dht, *options, chunk_size, needs_gates)
 
     def _reference_bwd(
@@ -325,10 +409,10 @@ class LinearOps:
 
     def differentiate(self, kept: Kept | None, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What <name>_bwd returns on a GPU, from its arguments and what the forward has kept."""
-        inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
-        core = self.family.core(*inputs, *options)
-        found = self.family.kernels().backward(core, kept, do, dht, needs_gates=needs_gates)
-        return tuple(present(x, do) for x in found)
+        inputs, do, dht, (*options, needs_gates) = self._split_backward(args, self._saved_count)
+        core, more = self.family.core(*inputs, *options), self._final_state(args)
+        found = self.family.kernels().backward(core, kept, do, dht, needs_gates=needs_gates, **more)
+        return tuple(map(present, found, itertools.repeat(do)))
 
     def fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self._outputs_like(args, args[-1])
@@ -355,10 +439,15 @@ class LinearOps:
         count = self._count + len(self.family.options)
         return self.family.core(*args[:count]), args[count:]
 
-    def _split_backward(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, MaybeTensor, Any]:
-        """The inputs of a backward op's arguments, do, dht, and what follows these."""
-        count = self._count
-        return args[:count], args[count], args[count + 1], args[count + 2 :]
+    def _split_backward(
+        self, args: tuple[Any, ...], place: int
+    ) -> tuple[tuple[Any, ...], Tensor, MaybeTensor, Any]:
+        """The inputs of a backward op's arguments, do, which is at a place, dht, and what follows these."""
+        return args[: self._count], args[place], args[place + 1], args[place + 2 :]
+
+    def _final_state(self, saved: Sequence[Any]) -> dict[str, MaybeTensor]:
+        """The keyword of the kernels' backward, from what is saved."""
+        return {"final_state": saved[self._count]} if self.family.saves_final_state else {}
 
     # Autograd
 
@@ -372,8 +461,12 @@ class LinearOps:
             else:
                 o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
-            saved = *_saved(inputs), kept
-        return Recorded((o, last), () if output_final_state else (last,), saved, (layout, *options, needs))
+            saved = _inputs_to_save(inputs)
+            if self.family.saves_final_state:
+                saved = *saved, last if output_final_state and needs else None
+        return Recorded(
+            (o, last), () if output_final_state else (last,), (*saved, kept), (layout, *options, needs)
+        )
 
     def _differentiate(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
@@ -386,7 +479,7 @@ class LinearOps:
     def _differentiate_by_op(
         self, tensors: tuple[Any, ...], kept: Kept | None, options: Sequence[Any]
     ) -> Sequence[MaybeTensor]:
-        """Args: tensors: the inputs, do and dht. kept: by the forward."""
+        """Args: tensors: what is saved, do and dht. kept: by the forward."""
         found: Sequence[Tensor]
         if self.keeping is None or kept is None:
             found = self.bwd(*tensors, *options)
@@ -400,33 +493,36 @@ class LinearOps:
         if are_saved_tensors_hooked() and (self.keeping is None or not may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op
-            core = self.family.core(*inputs, *options)
+            core = self._as_op_takes(self.family.core(*inputs, *options))
+            inputs = core[: self._count]
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
             o, last, kept = forward(*inputs)
-        saved = _saved(inputs)
+        saved = _inputs_to_save(inputs)
+        if self.family.saves_final_state:
+            saved = *saved, last if needs else None
         if kept is None:
             return Recorded((o, last), (), saved, (kernels, options, needs, None))
-        left = kept._replace(tensors=())
-        return Recorded((o, last), (), (*saved, *kept.tensors), (kernels, options, needs, left))
+        return Recorded((o, last), (), (*saved, *kept.tensors), (kernels, options, needs, kept.layout))
 
     def _differentiate_directly(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
         """The kernels again where the backward is plain, too."""
-        kernels, options_of_core, needs, left = options
-        inputs, tensors_kept = saved[: self._count], tuple(saved[self._count :])
-        tensors = _with_grads(inputs, *grads)
-        kept = None if left is None else Kept(tensors_kept, left.layout)
+        kernels, options_of_core, needs, layout = options
+        tensors = _with_grads(saved[: self._saved_count], *grads)
+        tensors_kept = tuple(saved[self._saved_count :])
+        kept = Kept(tensors_kept, layout) if tensors_kept else None
         if not autograd.is_plain_backward((*tensors, *tensors_kept), grads):
+            if self.family.op_inputs is not None:
+                tensors = *self.family.op_inputs(tensors[: self._count]), *tensors[self._count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
-        inputs, do, dht, _ = self._split_backward(tensors)
-        found: Sequence[MaybeTensor] = named_in_profiles(self.bwd.name(), kernels.backward)(
-            self.family.core(*inputs, *options_of_core),
+        found: Sequence[MaybeTensor] = named_in_profiles(self._bwd_name, kernels.backward)(
+            self.family.core(*saved[: self._count], *options_of_core),
             kept,
-            do,
-            dht,
+            *tensors[-2:],
             needs_gates=needs,
+            **self._final_state(saved),
         )
         return found
 
@@ -435,7 +531,7 @@ class LinearOps:
         inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.packed(*args)
-            saved, needs = _saved(inputs), self._needs_gates(inputs)
+            saved, needs = _inputs_to_save(inputs), self._needs_gates(inputs)
         constants = () if output_final_state else (last,)
         return Recorded((o, last), constants, saved, (*options, chunk_size, needs))
 
@@ -450,7 +546,7 @@ class LinearOps:
         return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
 
 
-def _saved(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
+def _inputs_to_save(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
     """The inputs for the backward, by reference but for the initial state: a cache that is updated in place
     must not change the gradient."""
     *others, initial_state, cu_seqlens = inputs

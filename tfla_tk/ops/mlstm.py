@@ -1,7 +1,8 @@
-"""The registered mLSTM ops: one forward and one backward, with CPU, CUDA, fake and autograd implementations.
+"""The registered mLSTM ops, with CPU, CUDA, fake and autograd implementations.
 
-They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
-and opcheck can be tested on any machine. The public functions validate arguments and answer empty inputs.
+mlstm_fwd and mlstm_bwd are the path of the tk backend. On a CPU they compute the reference, so that
+torch.compile, fake tensors and opcheck can be tested on any machine. The public functions validate arguments
+and answer empty inputs.
 
 States and rows are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
 
@@ -22,6 +23,12 @@ tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
 batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
     implementations may get one argument less.
+
+tfla_tk::packed_mlstm(_bwd): the reference over packed sequences, on any device, for traced calls. The
+    reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
+    read them when they run. Eager calls do not come here. `form` and chunk_size say which form of the
+    reference. The last states are in the common dtype of the inputs, at least fp32; m is an empty tensor [0]
+    with the sigmoid gate, and has no gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from tfla_tk.calls.mlstm import Grads, MaybeGrads, MLSTMCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import (
     CHUNK,
-    KeptStates,
+    Kept,
     MaybeTensor,
     as_dtype,
     chunk_slots,
@@ -46,64 +53,66 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, is_plain, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
-Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Output: TypeAlias = tuple[Tensor, ...]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
     "Tensor? c_initial, Tensor? n_initial, Tensor? m_initial, Tensor? cu_seqlens, "
 )
+_INPUT_COUNT = 9
+_SAVED_COUNT = 15  # of the tensors of a backward, those before the gradients that it is given
+_OPTIONS = "bool sigmoid_gate, bool normalize, float eps"
+_OF_FORM = f"str form, int chunk_size, {_OPTIONS}"
+_GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
 _library = library.get()
 _library.define(
-    f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
+    f"mlstm_fwd({_INPUTS}{_OPTIONS}, "
     "bool return_last_states, bool return_rows, bool batch_invariant=False)"
     " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m, Tensor chunk_m)"
 )
 _library.define(
     f"mlstm_bwd({_INPUTS}Tensor h, Tensor? row_n, Tensor? row_m, Tensor? chunk_m, "
     "Tensor? c_last, Tensor? n_last, Tensor dh, Tensor? dc_last, Tensor? dn_last, "
-    "bool sigmoid_gate, bool normalize, float eps, bool batch_invariant=False)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
+    f"{_OPTIONS}, bool batch_invariant=False) -> {_GRADS}"
+)
+_library.define(
+    f"packed_mlstm({_INPUTS.replace('Tensor? cu', 'Tensor cu')}{_OF_FORM})"
+    " -> (Tensor h, Tensor c_last, Tensor n_last, Tensor m_last)"
+)
+_library.define(
+    f"packed_mlstm_bwd({_INPUTS.replace('Tensor? cu', 'Tensor cu')}"
+    f"Tensor? dh, Tensor? dc_last, Tensor? dn_last, {_OF_FORM}) -> {_GRADS}"
 )
 _fwd = torch.ops.tfla_tk.mlstm_fwd.default
 _bwd = torch.ops.tfla_tk.mlstm_bwd.default
+_packed = torch.ops.tfla_tk.packed_mlstm.default
+_packed_bwd = torch.ops.tfla_tk.packed_mlstm_bwd.default
 
 
-def mlstm(
-    call: MLSTMCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what the kernels read.
+# What backends call. Tensors are q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens; results are h
+# and the last state, (c, n, m) or with the sigmoid gate (c, n), of use only if asked for
 
-    Returns:
-        h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
-    """
-    tensors = _as_read(call, (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens))
-    h, c, n, m, *_ = _fwd(*tensors, *_options(call), call.return_last_states, False, call.batch_invariant)
+
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what kernels read."""
+    options = *_options(call), call.return_last_states, False, call.batch_invariant
+    h, c, n, m, *_ = _fwd(*_as_read(call, tensors), *options)
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
 def prepare_mlstm(
-    call: MLSTMCall, tensors: tuple[Any, ...]
-) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
     """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
-
-    Returns:
-        A function of the tensors that `mlstm` takes.
     """
+    if not is_plain(tensors):
+        return None
     from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
     sigmoid_gate = call.sigmoid_gate
@@ -122,6 +131,12 @@ def prepare_mlstm(
         return h, (c, n) if sigmoid_gate else (c, n, m)
 
     return named_in_profiles("tfla_tk::mlstm_fwd", run)
+
+
+def packed_mlstm(call: MLSTMCall, form: str, tensors: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """tfla_tk::packed_mlstm."""
+    h, c, n, m = _packed(*tensors, form, call.chunk_size, *_options(call))
+    return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
 def _options(call: MLSTMCall) -> tuple[bool, bool, float]:
@@ -145,39 +160,29 @@ def _as_read(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-# CPU: the reference
+# The reference, of the arguments of an op
 
 
-def _fwd_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    return_last_states: bool,
-    return_rows: bool,
-    batch_invariant: bool = False,
-) -> Output:
+def _fwd_cpu(*args: Any) -> Output:
     import tfla_tk.reference as forms
 
+    *inputs, m_initial, cu_seqlens = args[:_INPUT_COUNT]
+    sigmoid_gate, normalize, eps, *_ = args[_INPUT_COUNT:]
     terms = forms.mlstm_forward_terms(
-        q, k, v, i, f, c_initial, n_initial, m_initial, eps,
-        sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    out = _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
-    # own memory: an op may not return a view of its input
-    for buffer, value in zip(out[:-1], terms, strict=True):
+        *(*inputs, m_initial, eps), sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens
+    )
+    *out, chunk_m = _fwd_fake(*args)
+    _fill_chunk_m(chunk_m, terms.m_t, m_initial, cu_seqlens)
+    return *_filled(out, terms), chunk_m
+
+
+def _filled(out: Sequence[Tensor], values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Those of the outputs that are wanted with their values, in memory of their own: an op may not return a
+    view of its input."""
+    for buffer, value in zip(out, values, strict=False):
         if buffer.numel() > 0:
             buffer.copy_(value)
-    _fill_chunk_m(out[-1], terms.m_t, m_initial, cu_seqlens)
-    return out
+    return tuple(out)
 
 
 def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seqlens: MaybeTensor) -> None:
@@ -203,55 +208,56 @@ def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seq
     low.copy_(torch.where(high.isfinite(), exact - high, 0.0))
 
 
-def _bwd_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    h: Tensor,
-    row_n: MaybeTensor,
-    row_m: MaybeTensor,
-    chunk_m: MaybeTensor,
-    c_last: MaybeTensor,
-    n_last: MaybeTensor,
-    dh: Tensor,
-    dc_last: MaybeTensor,
-    dn_last: MaybeTensor,
+def _bwd_cpu(*args: Any) -> Grads:
+    *inputs, _, _, _, _, _, _, dh, dc_last, dn_last = args[: _SAVED_COUNT + 3]
+    sigmoid_gate, normalize, eps, *_ = args[_SAVED_COUNT + 3 :]
+    return _reference_bwd(inputs, (dh, dc_last, dn_last), CHUNK, sigmoid_gate, normalize, eps)
+
+
+def _reference_bwd(
+    inputs: Sequence[Any],
+    grads: tuple[Any, ...],
+    chunk_size: int,
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
-    batch_invariant: bool = False,
 ) -> Grads:
     import tfla_tk.reference as forms
 
+    *tensors, cu_seqlens = inputs
     terms = forms.mlstm_backward_terms(
-        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps,
-        sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    out = present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
-    for buffer, value in zip(out, terms.grads, strict=True):
-        if buffer.numel() > 0:
-            buffer.copy_(value)
-    return out
+        *(*tensors, *grads, eps, chunk_size),
+        sigmoid_gate=sigmoid_gate,
+        normalize=normalize,
+        cu_seqlens=cu_seqlens,
+    )
+    return _filled(_bwd_fake(*inputs), terms.grads)
+
+
+def _packed_reference(*args: Any) -> Output:
+    from tfla_tk.ops import mlstm_reference as reference
+
+    inputs, (form, chunk_size, *options) = args[:_INPUT_COUNT], args[_INPUT_COUNT:]
+    h, last = reference.apply(inputs, form, chunk_size, *options)
+    return _filled(_packed_fake(*args), (h, *last))
+
+
+def _packed_bwd_reference(*args: Any) -> Grads:
+    inputs, (dh, *grads, _, chunk_size, sigmoid_gate, normalize, eps) = args[:9], args[9:]
+    dh = torch.zeros_like(inputs[2]) if dh is None else dh
+    return _reference_bwd(inputs, (dh, *grads), chunk_size, sigmoid_gate, normalize, eps)
 
 
 # CUDA: the kernels, which have None in place of empty tensors
 
 
 def _fwd_cuda(*args: Any) -> Output:
-    q: Tensor = args[0]
     h, *rest, _ = _kernels_fwd(*args)
-    c, n, m, row_n, row_m, chunk_m = (present(x, q) for x in rest)
-    return h, c, n, m, row_n, row_m, chunk_m
+    return h, *(present(x, args[0]) for x in rest)
 
 
 def _bwd_cuda(*args: Any) -> Grads:
-    return present_grads(_kernels_bwd(*args))
+    return tuple(present(x, args[0]) for x in _kernels_bwd(*args))
 
 
 def _kernels_fwd(*args: Any) -> Any:
@@ -266,54 +272,13 @@ def _kernels_bwd(*args: Any) -> MaybeGrads:
     return tk_backward.mlstm_bwd(*args)
 
 
-def present_grads(grads: MaybeGrads) -> Grads:
-    dq, dk, dv, di, df, dc_initial, dn_initial = grads
-    return dq, dk, dv, di, df, present(dc_initial, dq), present(dn_initial, dq)
+# Uninitialised results; [0] for what was not asked for
 
 
-def _fwd_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    return_last_states: bool,
-    return_rows: bool,
-    batch_invariant: bool = False,
-) -> Output:
-    return _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
-
-
-def _bwd_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    *rest: Any,
-) -> Grads:
-    return present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
-
-
-def _outputs_like(
-    q: Tensor,
-    v: Tensor,
-    cu_seqlens: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    return_last_states: bool,
-    return_rows: bool,
-) -> Output:
-    """Uninitialised outputs of mlstm_fwd; [0] for what was not asked for."""
+def _fwd_fake(*args: Any) -> Output:
+    inputs, options = args[:_INPUT_COUNT], args[_INPUT_COUNT:]
+    q, _, v, *_, cu_seqlens = inputs
+    sigmoid_gate, normalize, _, return_last_states, return_rows, *_ = options
     batch, heads, seq, dim_qk = q.shape
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -331,6 +296,28 @@ def _outputs_like(
     )
 
 
+def _bwd_fake(*args: Any) -> Grads:
+    return tuple(present(x, args[0]) for x in grads_like(*args[:7]))
+
+
+def _packed_fake(*args: Any) -> Output:
+    from tfla_tk.reference.common import compute_dtype
+
+    (q, _, v, *_, cu_seqlens), sigmoid_gate = args[:_INPUT_COUNT], args[_INPUT_COUNT + 2]
+    count, (heads, dim_qk), dim_v = cu_seqlens.shape[0] - 1, (q.shape[1], q.shape[3]), v.shape[3]
+    dtype = compute_dtype(*args[: 7 if sigmoid_gate else 8])
+
+    def empty(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=dtype)
+
+    return (
+        q.new_empty(v.shape),
+        empty(count, heads, dim_qk, dim_v),
+        empty(count, heads, dim_qk),
+        empty(0) if sigmoid_gate else empty(count, heads, 1),
+    )
+
+
 # Autograd
 
 
@@ -339,7 +326,8 @@ def _record(*args: Any) -> Recorded:
     tensors, (sigmoid_gate, normalize, eps, return_last_states, return_rows, *of_kernels) = args[:9], args[9:]
     with transforms.below_function():
         h, c, n, m, *rows = _fwd(*args[:13], True, *of_kernels)
-        saved = _saved(tensors, h, rows, (c, n) if return_last_states else (None, None))
+        last = (c, n) if return_last_states else (None, None)
+        saved = *_inputs_to_save(tensors), h, *rows, *last
     if not return_rows:
         rows = [x.new_empty(0) for x in rows]
     constants = *(() if return_last_states else (c, n)), m, *rows
@@ -352,7 +340,7 @@ def _differentiate(
     return _bwd(*_backward_tensors(saved, grads), *options)
 
 
-def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
+def _record_directly(*args: Any) -> Recorded:
     """`_record` of a plain eager call: the kernels themselves.
 
     Args:
@@ -365,27 +353,31 @@ def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
         h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:6])
     else:
         h, c, n, m, *rows, kept = forward(*tensors)
-    saved = _saved(tensors, h, rows, (c, n))
-    of_backward = (*options[:3], options.batch_invariant)
-    return Recorded((h, c, n, m), () if m is None else (m,), saved, of_backward), kept
+    saved = *_inputs_to_save(tensors), h, *rows, c, n
+    of_backward = *options[:3], options.batch_invariant
+    constants = () if m is None else (m,)
+    if kept is None:
+        return Recorded((h, c, n, m), constants, saved, (of_backward, None))
+    return Recorded((h, c, n, m), constants, (*saved, *kept.tensors), (of_backward, kept.layout))
 
 
-def _saved(
-    tensors: Sequence[MaybeTensor],
-    h: Tensor,
-    rows: Sequence[MaybeTensor],
-    last: tuple[MaybeTensor, MaybeTensor],
-) -> tuple[MaybeTensor, ...]:
-    """What the backward takes instead of a second forward.
+def _differentiate_directly(
+    saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+) -> Sequence[MaybeTensor]:
+    """The kernels again where the backward is plain, too."""
+    of_backward, layout = options
+    tensors, left = _backward_tensors(saved[:_SAVED_COUNT], grads), tuple(saved[_SAVED_COUNT:])
+    if not autograd.is_plain_backward((*tensors, *left), grads):
+        return _bwd(*tensors, *of_backward)
+    kept = Kept(left, layout) if left else None
+    return named_in_profiles("tfla_tk::mlstm_bwd", _kernels_bwd)(*tensors, *of_backward, kept)
 
-    The inputs, h, the last state where it is an output, and the forward's rows. All by reference, but the
-    initial state: a cache that is updated in place must not change the gradient.
 
-    Args:
-        tensors: the inputs of mlstm_fwd.
-    """
+def _inputs_to_save(tensors: Sequence[Any]) -> tuple[MaybeTensor, ...]:
+    """The inputs for the backward, by reference but for the initial state: a cache that is updated in place
+    must not change the gradient."""
     states = (None if x is None else x.clone() for x in tensors[5:8])
-    return *tensors[:5], *states, tensors[8], h, *rows, *last
+    return *tensors[:5], *states, tensors[8]
 
 
 def _backward_tensors(saved: Sequence[Any], grads: tuple[MaybeTensor, ...]) -> tuple[Any, ...]:
@@ -394,31 +386,48 @@ def _backward_tensors(saved: Sequence[Any], grads: tuple[MaybeTensor, ...]) -> t
     return *saved, torch.zeros_like(saved[2]) if dh is None else dh, dc_last, dn_last
 
 
+def _record_packed(*args: Any) -> Recorded:
+    """packed_mlstm with what its backward op takes; m is a constant of the differentiation."""
+    with transforms.below_function():
+        out: Output = _packed(*args)
+    return Recorded(out, (out[3],), _inputs_to_save(args[:_INPUT_COUNT]), args[_INPUT_COUNT:])
+
+
+def _differentiate_packed(
+    saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+) -> Sequence[MaybeTensor]:
+    found: Grads = _packed_bwd(*saved, *grads[:3], *options)
+    return found
+
+
 _MLSTM = autograd.function("MLSTM", _record, _differentiate)
-_direct_mlstm = autograd.direct_function(
-    "DirectMLSTM",
-    _record_directly,
-    _backward_tensors,
-    lambda *args: _kernels_bwd(*args),
-    lambda *args: _bwd(*args),
-    "tfla_tk::mlstm_bwd",
+_direct_mlstm = autograd.direct_apply(
+    autograd.function("DirectMLSTM", _record_directly, _differentiate_directly)
 )
 _MLSTMBackward = autograd.refusing(
     "MLSTMBackward",
     _bwd,
     "double backward of mLSTM is not implemented; backend='reference' is plain autograd and has it",
 )
+_Packed = autograd.function("Packed", _record_packed, _differentiate_packed, once=True)
 
 
 _library.impl("mlstm_fwd", _fwd_cpu, "CPU")
 _library.impl("mlstm_bwd", _bwd_cpu, "CPU")
 _library.impl("mlstm_fwd", _fwd_cuda, "CUDA")
 _library.impl("mlstm_bwd", _bwd_cuda, "CUDA")
+_library.impl("packed_mlstm", _packed_reference, "CompositeExplicitAutograd")
+_library.impl("packed_mlstm_bwd", _packed_bwd_reference, "CompositeExplicitAutograd")
 _library.impl("mlstm_fwd", autograd.recording("mlstm_fwd", _fwd, _MLSTM), "Autograd")
 _library.impl("mlstm_bwd", autograd.recording("mlstm_bwd", _bwd, _MLSTMBackward), "Autograd")
-_library.register_fake("mlstm_fwd", _fwd_fake)
-_library.register_fake("mlstm_bwd", _bwd_fake)
+_library.impl("packed_mlstm", autograd.recording("packed_mlstm", _packed, _Packed), "Autograd")
+for _name, _fake, _count in (
+    ("mlstm_fwd", _fwd_fake, flops.forward),
+    ("mlstm_bwd", _bwd_fake, flops.backward),
+    ("packed_mlstm", _packed_fake, flops.forward),
+    ("packed_mlstm_bwd", _bwd_fake, flops.backward),
+):
+    _library.register_fake(_name, _fake)
+    flops.register(_name, _count)
 _library.register_vmap("mlstm_fwd", transforms.merge_into_batch(_fwd, cu_seqlens=8))
 _library.register_vmap("mlstm_bwd", transforms.merge_into_batch(_bwd, cu_seqlens=8))
-flops.register("mlstm_fwd", flops.forward)
-flops.register("mlstm_bwd", flops.backward)

@@ -15,6 +15,7 @@ batch_invariant is the option of that name; implementations may get one argument
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -22,78 +23,100 @@ from torch import Tensor
 
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.memo import is_direct
 from tfla_tk.ops import autograd
 
 StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+Decoded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 
-_library = library.get()
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
+_OPTIONS = "bool sigmoid_gate, bool normalize, float eps, "
+_COUNT = 8  # of the tensors: q, k, v, i, f, c, n, m
 
 
-def _define(name: str) -> None:
-    """Define the ops `name`, which returns a new state, and `name_`, which overwrites the one it is given."""
-    _library.define(
-        f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, "
-        "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state, bool batch_invariant=False)"
-        " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
-    )
-    _library.define(
-        f"{name}_({_TOKENS}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
-        "bool sigmoid_gate, bool normalize, float eps, bool batch_invariant=False) -> Tensor h"
-    )
+class DecodingOps:
+    """The registered ops `name`, which returns a new state, and `name_`, which overwrites the given one.
 
-
-_define("mlstm_step")
-_define("mlstm_sequence")
-_step = torch.ops.tfla_tk.mlstm_step.default
-_step_in_place = torch.ops.tfla_tk.mlstm_step_.default
-_sequence = torch.ops.tfla_tk.mlstm_sequence.default
-_sequence_in_place = torch.ops.tfla_tk.mlstm_sequence_.default
-
-
-def mlstm_step(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend's step: tfla_tk::mlstm_step, or mlstm_step_ in place.
-
-    Args:
-        tensors: q, k, v, i, f, c, n, m.
-        direct: call the kernel, not the op: for plain eager calls.
-
-    Returns:
-        h and the next state, (c, n, m) or with the sigmoid gate (c, n), as the call wants it stored.
+    Attributes:
+        new_state, in_place: these ops.
     """
-    if direct:
-        return _apply(call, tensors, _kernel_step, _direct_step_in_place)
-    return _apply(call, tensors, _step, _step_in_place)
+
+    def __init__(
+        self, name: str, kernels: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]
+    ) -> None:
+        """Args: kernels: finds what computes both on CUDA; m is None where it is empty."""
+        self._kernels = kernels
+        our_library = library.get()
+        our_library.define(
+            f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, {_OPTIONS}ScalarType dtype_state, "
+            "bool batch_invariant=False) -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
+        )
+        our_library.define(
+            f"{name}_({_TOKENS}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, {_OPTIONS}"
+            "bool batch_invariant=False) -> Tensor h"
+        )
+        self.new_state = getattr(torch.ops.tfla_tk, name).default
+        self.in_place = getattr(torch.ops.tfla_tk, f"{name}_").default
+        self._direct_in_place = autograd.noting_writes(self._in_place_on_cuda, _written)
+        writing = autograd.noting_writes(autograd.below_versions(self.in_place), _written)
+        our_library.impl(f"{name}_", writing, "ADInplaceOrView")
+        for each, op, on_cpu_, on_cuda, fake in (
+            (name, self.new_state, on_cpu, self._on_cuda, as_fake),
+            (f"{name}_", self.in_place, in_place_on_cpu, self._in_place_on_cuda, in_place_as_fake),
+        ):
+            our_library.impl(each, on_cpu_, "CPU")
+            our_library.impl(each, on_cuda, "CUDA")
+            # no gradients: 7 of the tensors would have them, m is a constant of the differentiation
+            our_library.impl(each, autograd.without_gradients(each, op, 7), "Autograd")
+            our_library.register_fake(each, fake)
+            flops.register(each, flops.step)
+        our_library.register_vmap(name, transforms.merge_into_batch(self.new_state))
+        our_library.register_vmap(f"{name}_", _refuse_vmap)
+
+    # What the tk backend has: h and the next state, (c, n, m) or with the sigmoid gate (c, n), as the call
+    # wants it stored
+
+    def serve(self, call: MLSTMCall, variant: str | None, *tensors: Any) -> Decoded:
+        """`name`, or `name_` in place; tensors are q, k, v, i, f, c, n, m."""
+        return self._decode(call, tensors, self.new_state, self.in_place)
+
+    def prepare(
+        self, call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+    ) -> Callable[..., Decoded] | None:
+        """`serve` without the op, for plain eager calls with tensors like these; they record no gradient."""
+        if not is_direct(tensors):
+            return None
+        new_state, in_place = self._kernel, self._direct_in_place
+        return lambda *tensors: self._decode(call, tensors, new_state, in_place)
+
+    def _decode(self, call: MLSTMCall, tensors: tuple[Any, ...], new_state: Any, in_place: Any) -> Decoded:
+        """By one of a pair of ops, or of their kernels."""
+        *token, c, n, m = tensors
+        m = None if call.sigmoid_gate else m
+        options = (call.sigmoid_gate, call.normalize, call.eps)
+        if call.inplace:
+            h = in_place(*token, c, n, m, *options, call.batch_invariant)
+            return h, (c, n) if m is None else (c, n, m)
+        # no kernel writes fp64
+        written = torch.float32 if call.dtype_state == torch.float64 else call.dtype_state
+        h, c, n, m_next = new_state(*token, c, n, m, *options, written, call.batch_invariant)
+        state = (c, n) if m is None else (c, n, m_next)
+        return h, state if written == call.dtype_state else tuple(x.to(call.dtype_state) for x in state)
+
+    def _kernel(self, *args: Any) -> Any:
+        return self._kernels()[0](*args)
+
+    def _on_cuda(self, *args: Any) -> StepOutput:
+        h, c, n, m = self._kernel(*args)
+        return h, c, n, c.new_empty(0) if m is None else m
+
+    def _in_place_on_cuda(self, *args: Any) -> Tensor:
+        h: Tensor = self._kernels()[1](*args)
+        return h
 
 
-def mlstm_sequence(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend's few tokens; arguments and results as of `mlstm_step`."""
-    if direct:
-        return _apply(call, tensors, _kernel_sequence, _direct_sequence_in_place)
-    return _apply(call, tensors, _sequence, _sequence_in_place)
-
-
-def _apply(
-    call: MLSTMCall, tensors: tuple[Any, ...], new_state: Any, in_place: Any
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Call one of a pair of ops, or one of their kernels; results as of `mlstm_step`."""
-    *token, c, n, m = tensors
-    m = None if call.sigmoid_gate else m
-    options = (call.sigmoid_gate, call.normalize, call.eps)
-    if call.inplace:
-        h = in_place(*token, c, n, m, *options, call.batch_invariant)
-        return h, (c, n) if m is None else (c, n, m)
-    # no kernel writes fp64
-    written = torch.float32 if call.dtype_state == torch.float64 else call.dtype_state
-    h, c, n, m_next = new_state(*token, c, n, m, *options, written, call.batch_invariant)
-    state = (c, n) if m is None else (c, n, m_next)
-    return h, state if written == call.dtype_state else tuple(x.to(call.dtype_state) for x in state)
-
-
-# The least finite m of a state in 16 bits. e^m is 0 far above it, and numbers below it are so far apart that
-# the rounding error of m would take c beyond the range of its dtype.
-_LEAST_M = -16384.0
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise RuntimeError("vmap of a step in place: expected inplace=False, got True")
 
 
 def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -102,6 +125,11 @@ def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     if not sigmoid_gate:
         return c, n, m
     return (c, n) if normalize else (c,)
+
+
+# The least finite m of a state in 16 bits. e^m is 0 far above it, and numbers below it are so far apart that
+# the rounding error of m would take c beyond the range of its dtype.
+_LEAST_M = -16384.0
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,45 +176,21 @@ def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Any, ...]) -
 # CPU: the reference. These and the fake tensors serve one token and several
 
 
-def on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-    batch_invariant: bool = False,
-) -> StepOutput:
-    found = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
-    out = _outputs_like(q, v, sigmoid_gate, dtype_state)
+def on_cpu(*args: Any) -> StepOutput:
+    """`name` of an op's arguments."""
+    tensors, (_, normalize, eps, dtype_state, *_) = args[:_COUNT], args[_COUNT:]
+    out = as_fake(*args)
     # own memory: a result may be one of the inputs
-    for buffer, value in zip(out, found, strict=False):
+    for buffer, value in zip(out, _reference(tensors, normalize, eps, dtype_state), strict=False):
         buffer.copy_(value)
     return out
 
 
-def in_place_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    batch_invariant: bool = False,
-) -> Tensor:
-    dtype = c.dtype if m is None else m.dtype
-    h, *state = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
+def in_place_on_cpu(*args: Any) -> Tensor:
+    """`name_` of an op's arguments."""
+    tensors, (_, normalize, eps, *_) = args[:_COUNT], args[_COUNT:]
+    *_, c, n, m = tensors
+    h, *state = _reference(tensors, normalize, eps, c.dtype if m is None else m.dtype)
     for target, value in zip((c, n, m), state, strict=False):
         if target is not None and value is not target:
             target.copy_(value)
@@ -194,89 +198,25 @@ def in_place_on_cpu(
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_m: torch.dtype,
+    tensors: tuple[Any, ...], normalize: bool, eps: float, dtype_m: torch.dtype
 ) -> tuple[Tensor, ...]:
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
     from tfla_tk.ops import mlstm_reference as reference
 
-    h, (c, n, *last_m) = reference.decode(q, k, v, i, f, c, n, m, normalize=normalize, eps=eps)
+    h, (c, n, *last_m) = reference.decode(tensors, normalize, eps)
     if last_m and dtype_m.itemsize == 2:
         return h, *representable(c, n, last_m[0], dtype_m)
     return h, c, n, *last_m
 
 
-# CUDA: the ThunderKittens kernels, imported on the first call
-
-
-def _kernel_step(*args: Any) -> Any:
-    """The op's outputs, m None where it is empty."""
-    from tfla_tk.backends.tk.scalar_gate import step as tk_step
-
-    return tk_step.mlstm_step(*args)
-
-
-def _kernel_step_in_place(*args: Any) -> Tensor:
-    from tfla_tk.backends.tk.scalar_gate import step as tk_step
-
-    return tk_step.mlstm_step_(*args)
-
-
-def _kernel_sequence(*args: Any) -> Any:
-    """The op's outputs, m None where it is empty."""
-    from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-
-    return tk_sequence.mlstm_sequence(*args)
-
-
-def _kernel_sequence_in_place(*args: Any) -> Tensor:
-    from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-
-    return tk_sequence.mlstm_sequence_(*args)
-
-
-_direct_step_in_place = autograd.noting_writes(_kernel_step_in_place, _written)
-_direct_sequence_in_place = autograd.noting_writes(_kernel_sequence_in_place, _written)
-
-
 # Fake: shapes, dtypes and strides alone
 
 
-def as_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-    batch_invariant: bool = False,
-) -> StepOutput:
-    return _outputs_like(q, v, sigmoid_gate, dtype_state)
-
-
-def in_place_as_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(v.shape)
-
-
-def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtype) -> StepOutput:
-    """Uninitialised outputs."""
-    batch, heads, dim_qk = *q.shape[:2], q.shape[-1]
+def as_fake(*args: Any) -> StepOutput:
+    """Uninitialised results of `name`."""
+    q, _, v, *_ = args
+    sigmoid_gate, _, _, dtype_state, *_ = args[_COUNT:]
+    (batch, heads), dim_qk = q.shape[:2], q.shape[-1]
 
     def empty(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=dtype_state)
@@ -289,41 +229,24 @@ def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.d
     )
 
 
-# Autograd: no gradients, and what is written is noted; m is a constant of the differentiation
+def in_place_as_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(v.shape)
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-    raise RuntimeError("vmap of a step in place: expected inplace=False, got True")
+# The ThunderKittens kernels, imported on the first call
 
 
-def _register(name: str, kernel: Any, kernel_in_place: Any) -> None:
-    """Give the ops `name` and `name_` their implementations.
+def _step_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from tfla_tk.backends.tk.scalar_gate import step
 
-    Args:
-        kernel: on CUDA; returns the op's outputs, m None where it is empty. kernel_in_place: of `name_`.
-    """
-
-    def on_cuda(*args: Any) -> StepOutput:
-        h, c, n, m = kernel(*args)
-        return h, c, n, c.new_empty(0) if m is None else m
-
-    op, op_in_place = (getattr(torch.ops.tfla_tk, x).default for x in (name, f"{name}_"))
-    _library.impl(name, on_cpu, "CPU")
-    _library.impl(f"{name}_", in_place_on_cpu, "CPU")
-    _library.impl(name, on_cuda, "CUDA")
-    _library.impl(f"{name}_", kernel_in_place, "CUDA")
-    _library.register_fake(name, as_fake)
-    _library.register_fake(f"{name}_", in_place_as_fake)
-    _library.impl(name, autograd.without_gradients(name, op, 7), "Autograd")
-    _library.impl(f"{name}_", autograd.without_gradients(f"{name}_", op_in_place, 7), "Autograd")
-    _library.impl(
-        f"{name}_", autograd.noting_writes(autograd.below_versions(op_in_place), _written), "ADInplaceOrView"
-    )
-    _library.register_vmap(name, transforms.merge_into_batch(op))
-    _library.register_vmap(f"{name}_", _refuse_vmap)
-    for each in (name, f"{name}_"):
-        flops.register(each, flops.step)
+    return step.mlstm_step, step.mlstm_step_
 
 
-_register("mlstm_step", _kernel_step, _kernel_step_in_place)
-_register("mlstm_sequence", _kernel_sequence, _kernel_sequence_in_place)
+def _sequence_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from tfla_tk.backends.tk.scalar_gate import sequence
+
+    return sequence.mlstm_sequence, sequence.mlstm_sequence_
+
+
+step = DecodingOps("mlstm_step", _step_kernels)
+sequence = DecodingOps("mlstm_sequence", _sequence_kernels)

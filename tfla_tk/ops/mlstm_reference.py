@@ -8,20 +8,9 @@ from torch import Tensor
 
 import tfla_tk.reference as forms
 
-_MLSTM = {
-    "chunkwise": forms.mlstm_chunkwise,
-    "parallel": forms.mlstm_parallel,
-    "recurrent": forms.mlstm_recurrent,
-}
-_MLSTM_SIGING = {
-    "chunkwise": forms.mlstm_siging_chunkwise,
-    "parallel": forms.mlstm_siging_parallel,
-    "recurrent": forms.mlstm_siging_recurrent,
-}
-
 
 def apply(
-    tensors: tuple[Any, ...], *, form: str, chunk_size: int, sigmoid_gate: bool, normalize: bool, eps: float
+    tensors: tuple[Any, ...], form: str, chunk_size: int, sigmoid_gate: bool, normalize: bool, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One form of the reference over whole sequences.
 
@@ -32,47 +21,34 @@ def apply(
         h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), in the widest dtype of
         the inputs.
     """
-    q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
+    *inputs, m_initial, cu_seqlens = tensors
     options: dict[str, Any] = {"return_last_states": True, "eps": eps, "cu_seqlens": cu_seqlens}
     if form == "chunkwise":
         options["chunk_size"] = chunk_size
     if sigmoid_gate:
-        options["normalize"] = normalize
-        h, last = _MLSTM_SIGING[form](q, k, v, i, f, c_initial, n_initial, **options)
+        h, last = getattr(forms, f"mlstm_siging_{form}")(*inputs, **options, normalize=normalize)
     else:
-        h, last = _MLSTM[form](q, k, v, i, f, c_initial, n_initial, m_initial, **options)
+        h, last = getattr(forms, f"mlstm_{form}")(*inputs, m_initial, **options)
     return h, last
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor | None,
-    *,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on; m is None with the sigmoid gate.
+def decode(tensors: tuple[Any, ...], normalize: bool, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on.
+
+    Args:
+        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
 
     Returns:
         h like v, and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32; n itself
         without normaliser.
     """
+    q, k, v, i, f, c, n, m = tensors
     one_token = q.dim() == 3
     if m is None and one_token:
-        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
+        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps, normalize)
     if m is None:
-        h, (c, n_last) = forms.mlstm_siging_recurrent(
-            q, k, v, i, f, c, n, return_last_states=True, eps=eps, normalize=normalize
-        )
+        h, (c, n_last) = forms.mlstm_siging_recurrent(q, k, v, i, f, c, n, True, eps, normalize)
         return h, (c, n_last if normalize else n)
     if one_token:
-        return forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
-    return forms.mlstm_recurrent(  # type: ignore[return-value]
-        q, k, v, i, f, c, n, m, return_last_states=True, eps=eps
-    )
+        return forms.mlstm_step(q, k, v, i, f, c, n, m, eps)
+    return forms.mlstm_recurrent(q, k, v, i, f, c, n, m, True, eps)  # type: ignore[return-value]

@@ -36,51 +36,35 @@ _op_in_place = torch.ops.tfla_tk.recurrent_.default
 _TENSORS = 8
 
 
-def core_of(
-    call: LinearCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: MaybeTensor = None,
-    beta: MaybeTensor = None,
-    A_log: MaybeTensor = None,
-    dt_bias: MaybeTensor = None,
-    initial_state: MaybeTensor = None,
-) -> RecurrentCore:
-    """The core of a call."""
-    delta = call if isinstance(call, DeltaRuleCall) else None
-    raw = call.gate == "raw"
-    return RecurrentCore(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log if raw else None,
-        dt_bias if raw else None,
-        initial_state,
-        call.scale,
-        call.state_v_first,
-        delta is not None and delta.qk_l2norm,
-        delta is not None and delta.beta_sigmoid,
-        delta is not None and delta.neg_eigval,
-        call.output_final_state,
-    )
-
-
-def serve(
-    call: LinearCall, core: RecurrentCore, state_indices: MaybeTensor, *, direct: bool = False
-) -> tuple[Tensor, MaybeTensor]:
+def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
     """o and the state after the last token, None unless it is wanted.
 
     Args:
+        kernel: "simple_gla", "gla" or "delta_rule".
+        tensors: those of its calls; the last one is state_indices.
         direct: call the kernels, not the op: for plain eager calls.
     """
+    core, state_indices = _core(kernel, call, tensors), tensors[-1]
     if call.state_in_place is not None:
         run = _direct_in_place if direct else _op_in_place
         return run(*core[:-1], state_indices), core.initial_state
     o, last = _on_cuda(*core) if direct else _op(*core)
     return o, last if core.output_final_state else None
+
+
+def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentCore:
+    q, k, v, g, *more, initial_state, _, _ = tensors
+    beta = a_log = dt_bias = None
+    if kernel == "delta_rule":
+        beta, a_log, dt_bias = more
+    elif kernel == "simple_gla" and g is None:
+        (g,) = more
+    flags = (False, False, False)
+    if isinstance(call, DeltaRuleCall):
+        flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
+    raw = (a_log, dt_bias) if call.gate == "raw" else (None, None)
+    options = call.scale, call.state_v_first, *flags, call.output_final_state
+    return RecurrentCore(q, k, v, g, beta, *raw, initial_state, *options)
 
 
 def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.tk.scalar_gate import forward
 from tfla_tk.backends.triton import installation, mlstm_kernels
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.core.layout import Cut, Kept
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
@@ -67,20 +67,22 @@ def make_inputs() -> Callable[..., Inputs]:
     return make
 
 
-LEFT = KeptStates(torch.arange(3.0), Cut(4, 2), (8, 16))  # what a forward leaves for its backward
+LEFT = Kept((torch.arange(3.0),), forward.Left(Cut(4, 2), (8, 16)))  # what a forward leaves for its backward
 
 
 def forward_kernel(*args: Any) -> tuple[Tensor | None, ...]:
     """The op's CPU code as the kernels return it: None in place of empty tensors, and what they leave."""
     args, keep_states = args[:15], args[15:] == (True,)
     found = (None if x.numel() == 0 else x for x in ops._fwd_cpu(*args))
-    return *found, LEFT._replace(workspace=LEFT.workspace.clone()) if keep_states else None
+    return *found, LEFT._replace(tensors=(LEFT.tensors[0].clone(),)) if keep_states else None
 
 
 def backward_kernels(*args: Any) -> tuple[Tensor | None, ...]:
     """Likewise; the plain call gets the states that its forward has left, if any."""
     *args, states = args
-    assert states is None or (torch.equal(states.workspace, LEFT.workspace) and states[1:] == LEFT[1:])
+    assert states is None or (
+        torch.equal(states.tensors[0], LEFT.tensors[0]) and states.layout == LEFT.layout
+    )
     return tuple(None if x.numel() == 0 else x for x in ops._bwd_cpu(*args))
 
 
@@ -159,8 +161,8 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
 
 
 @pytest.fixture
-def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
-    return Served(fake_tk, monkeypatch)
+def served(fake_tk: Any) -> Served:
+    return Served(fake_tk)
 
 
 # one token, a few tokens

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from tfla_tk import delta_rule, reference
-from tfla_tk.backends.tk import delta
 from tfla_tk.backends.tk import delta_rule as package
+from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.support import SUPPORTED
 
 from .linear import Inputs
@@ -30,13 +30,12 @@ LAUNCH = f"{package.__name__}.launch"  # the module of the kernels
 
 
 def serve_by(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tk backend serves every call, on the CPU, by these kernels, which make nothing of raw inputs."""
+    """The tk backend serves every call, on the CPU, by these kernels."""
     delta_rule._path.plans.clear()
     monkeypatch.setitem(sys.modules, LAUNCH, kernels)
     monkeypatch.setattr(package, "launch", kernels, raising=False)
-    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
-    monkeypatch.setattr(delta, "NATIVE", frozenset())
+    monkeypatch.setattr(tk_linear, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
 
 
 def draw(

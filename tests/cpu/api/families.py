@@ -21,9 +21,8 @@ from tfla_tk import (
     reference,
     simple_gla,
 )
-from tfla_tk.backends.tk import gla as tk_gla
+from tfla_tk.backends.tk import channel_gate, scalar_gate
 from tfla_tk.backends.tk import linear as tk_linear
-from tfla_tk.backends.tk import scalar_gate
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import gla as gla_ops
@@ -84,10 +83,11 @@ def serve_simple_gla(patch: pytest.MonkeyPatch) -> simple_gla_calls.Kernels:
 
 
 def serve_gla(patch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(gla_ops, gla_ops.KERNELS)
+    module = Kernels(gla_ops, f"{channel_gate.__name__}.launch")
     patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(tk_gla, "supports_gla", lambda call, variant=None: SUPPORTED)
-    patch.setattr(tk_gla, "load", lambda kernel, call, variant=None: SUPPORTED)
+    patch.setattr(channel_gate, "launch", module, raising=False)
+    patch.setattr(tk_linear, "supports_gla", lambda call, variant=None: SUPPORTED)
+    patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
     return module
 
 

@@ -46,7 +46,7 @@ class Kernels(ModuleType):
     def __init__(self, family: ModuleType, name: str) -> None:
         """Args: family: of tfla_tk.ops. name: of the module."""
         super().__init__(name)
-        self.ops = family._ops
+        self.ops = family.ops
         self.calls: list[str] = []
         self.core: Any = None
         self.needs_gates: list[bool] = []

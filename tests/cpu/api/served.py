@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tfla_tk import Support
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.ops import mlstm as ops
 
 
 class Served:
     """A tk backend that serves everything, with counts of what was asked of it."""
 
-    def __init__(self, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, fake_tk: Any) -> None:
         self.checked = 0
         self.direct = 0
         self.dispatched = 0
-        self.real, self.kernel = ops.mlstm, fake_tk.forward.mlstm_fwd
+        self.real, self.kernel = fake_tk.mlstm, fake_tk.forward.mlstm_fwd
         fake_tk.supports_mlstm = self._supports
         fake_tk.forward.mlstm_fwd = self._kernel
-        monkeypatch.setattr(ops, "mlstm", self._serve)
+        fake_tk.mlstm = self._serve
 
     def _supports(self, call: MLSTMCall, variant: str | None = None) -> Support:
         self.checked += 1

@@ -25,7 +25,6 @@ from tfla_tk import (
 from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
 from tfla_tk.core import dispatch, memo
 from tfla_tk.core.support import Support
-from tfla_tk.ops import simple_gla as simple_gla_ops
 
 from .linear import leaves
 from .simple_gla_calls import Kernels, draw
@@ -139,18 +138,18 @@ def test_mlstm(
 
 def test_simple_gla(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Any]] = []
-    forward, backward = kernels.simple_gla_fwd, kernels.simple_gla_bwd
+    forward, backward = kernels.forward, kernels.backward
 
-    def fwd(*args: Any) -> Any:
-        seen.append(("fwd", args[8]))
-        return forward(*args)
+    def fwd(core: Any, **options: Any) -> Any:
+        seen.append(("fwd", core.batch_invariant))
+        return forward(core, **options)
 
-    def bwd(*args: Any) -> Any:
-        seen.append(("bwd", args[-2]))
-        return backward(*args)
+    def bwd(core: Any, *args: Any, **options: Any) -> Any:
+        seen.append(("bwd", core.batch_invariant))
+        return backward(core, *args, **options)
 
-    monkeypatch.setattr(kernels, "simple_gla_fwd", fwd)
-    monkeypatch.setattr(kernels, "simple_gla_bwd", bwd)
+    monkeypatch.setattr(kernels, "forward", fwd)
+    monkeypatch.setattr(kernels, "backward", bwd)
     for value in (True, False, True):
         with batch_invariant(value):
             o, _ = chunk_simple_gla(**leaves(draw()))
@@ -170,7 +169,7 @@ def test_the_delta_rule() -> None:
         with batch_invariant(value):
             _, found = dispatch.OPERATORS[call].describe(**arguments_of(chunk_gated_delta_rule, draw()))
         tensors = [draw().get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-        core = ops._read(found, (), [*tensors, None, None, None])
+        core = ops.ops._read(found, [*tensors, None, None, None])
         assert core.batch_invariant is value
 
 
@@ -219,7 +218,7 @@ def test_a_step(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def ops_of(graphs: list[torch.fx.GraphModule]) -> list[tuple[Any, ...]]:
     """What the forward op got in each graph behind its tensors."""
     nodes = (node for graph in graphs for node in graph.graph.nodes)
-    return [node.args[6:] for node in nodes if node.target is simple_gla_ops._fwd]
+    return [node.args[6:] for node in nodes if node.target is torch.ops.tfla_tk.simple_gla_fwd.default]
 
 
 def test_compiled_calls_follow_it(kernels: Kernels) -> None:
@@ -236,7 +235,7 @@ def test_compiled_calls_follow_it(kernels: Kernels) -> None:
     for value in (False, True, False, True):
         with batch_invariant(value):
             compiled(**x, backend="tk")
-    assert [options[2:] for options in ops_of(graphs)] == [(False,), (True,)]
+    assert [options[1] for options in ops_of(graphs)] == [False, True]
     torch._dynamo.reset()
 
 
@@ -255,6 +254,6 @@ def test_within_compiled_code(kernels: Kernels) -> None:
 
     torch._dynamo.reset()
     torch.compile(function, backend=backend)(draw())
-    assert [options[2:] for options in ops_of(graphs)] == [(True,), (False,)]
+    assert [options[1] for options in ops_of(graphs)] == [True, False]
     assert not is_batch_invariant()
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ from tfla_tk import (
     delta_rule,
     reference,
 )
-from tfla_tk.backends.triton import fla, fla_delta
+from tfla_tk.backends.triton import fla
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED
 
@@ -228,22 +228,22 @@ def fla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_fla_refuses(fla_runs: None, gated: bool, changes: dict[str, Any], reason: str) -> None:
-    assert fla_delta.supports_delta_rule(describe(gated)) == SUPPORTED
-    verdict = fla_delta.supports_delta_rule(describe(gated, **changes))
+    assert fla.supports_delta_rule(describe(gated)) == SUPPORTED
+    verdict = fla.supports_delta_rule(describe(gated, **changes))
     assert not verdict.ok and reason in verdict.reason and verdict.remedy
 
 
 def test_fla_has_value_heads_with_a_gate(fla_runs: None) -> None:
-    assert fla_delta.supports_delta_rule(describe(value_heads=4)) == SUPPORTED
+    assert fla.supports_delta_rule(describe(value_heads=4)) == SUPPORTED
 
 
 def test_fla_guard(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gated backward on Hopper with a Triton that miscompiles it; without decay all is well."""
     monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: True)
-    verdict = fla_delta.supports_delta_rule(describe(requires_grad=True))
+    verdict = fla.supports_delta_rule(describe(requires_grad=True))
     assert not verdict.ok and "miscompiles" in verdict.reason
-    assert fla_delta.supports_delta_rule(describe(False, requires_grad=True)) == SUPPORTED
-    assert fla_delta.supports_delta_rule(describe()) == SUPPORTED
+    assert fla.supports_delta_rule(describe(False, requires_grad=True)) == SUPPORTED
+    assert fla.supports_delta_rule(describe()) == SUPPORTED
 
 
 def test_fla_gets_the_flags_that_the_caller_gave(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +253,13 @@ def test_fla_gets_the_flags_that_the_caller_gave(fla_runs: None, monkeypatch: py
         got.update(kwargs, op=op, args=args)
         return args[2], None
 
-    monkeypatch.setattr(fla_delta, "call_fla", call_fla)
+    monkeypatch.setattr(fla, "call_fla", call_fla)
     x = draw_raw(dtype=torch.float32)
     *tokens, state, a_log, dt_bias = x.values()
     call = describe(gate="raw", qk_l2norm=True, beta_sigmoid=True, neg_eigval=True, state_v_first=True)
-    fla_delta.delta_rule(call, None, *tokens, a_log, dt_bias, state, None, None)
+    fla.delta_rule(call, None, *tokens, a_log, dt_bias, state, None, None)
     assert got["op"] == "chunk_gated_delta_rule" and got["A_log"] is a_log and got["dt_bias"] is dt_bias
     assert all(got[name] for name in (*FLAGS, "state_v_first"))
     q, k, v, _, beta = tokens
-    fla_delta.delta_rule(describe(False), None, q, k, v, None, beta, None, None, state, None, None)
+    fla.delta_rule(describe(False), None, q, k, v, None, beta, None, None, state, None, None)
     assert got["op"] == "chunk_delta_rule" and got["args"][3] is beta

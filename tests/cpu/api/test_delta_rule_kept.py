@@ -55,12 +55,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
     """Those of the tk backend, which the ops call, too, as they do on a GPU."""
     module = KeepingKernels(ops, LAUNCH)
     serve_by(module, monkeypatch)
-    keeping = ops._ops.keeping
+    keeping = ops.ops.keeping
     assert keeping is not None
     monkeypatch.setattr(keeping, "_has_kernels", lambda q: True)
     of_cuda = {
-        "delta_rule_fwd": ops._ops._fwd_cuda,
-        "delta_rule_bwd": ops._ops._bwd_cuda,
+        "delta_rule_fwd": ops.ops._fwd_cuda,
+        "delta_rule_bwd": ops.ops._bwd_cuda,
         "delta_rule_fwd_kept": keeping._fwd_cuda,
         "delta_rule_bwd_kept": keeping._bwd_cuda,
     }

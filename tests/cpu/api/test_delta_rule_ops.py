@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, reference
-from tfla_tk.backends.tk import delta
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
 from .linear import Kernels, assert_same, gradients, leaves
-
-ALL = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 
 
 @pytest.fixture
@@ -29,34 +26,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 # The tk backend's path
 
 
-@pytest.mark.parametrize("native", [frozenset(), ALL, frozenset({"gate"}), frozenset({"qk_l2norm"})])
-def test_what_is_not_native_is_made_by_torch(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, native: frozenset[str]
-) -> None:
-    monkeypatch.setattr(delta, "NATIVE", native)
+def test_the_kernels_get_raw_inputs(kernels: Kernels) -> None:
+    """As they are, but for what is of fp64 beside operands of less."""
     x = draw_raw()
     found = gradients(chunk_gated_delta_rule, x, **FLAGS, backend="tk")
     assert kernels.calls == ["forward, kept", "backward, kept"]
     core = kernels.core
-    assert core.qk_l2norm == ("qk_l2norm" in native)
-    assert core.beta_sigmoid == core.neg_eigval == ("beta_sigmoid" in native)
-    assert (core.A_log is not None) == (core.dt_bias is not None) == ("gate" in native)
+    assert core.qk_l2norm and core.beta_sigmoid and core.neg_eigval
+    assert core.A_log is not None and core.dt_bias is not None
     assert_same(found, gradients(from_raw, x))
-
-
-def test_inputs_made_by_torch_have_the_dtypes_that_kernels_read(kernels: Kernels) -> None:
-    """q and k are rounded again, gates and states are fp32; fp64 beside them is not handed over."""
-    x = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in draw_raw().items()}
-    chunk_gated_delta_rule(**x, **FLAGS)
+    x = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in x.items()}
+    chunk_gated_delta_rule(**x | {"beta": x["beta"].bfloat16()}, **FLAGS)
     core = kernels.core
-    assert {core.q.dtype, core.k.dtype, core.v.dtype} == {torch.bfloat16}
-    assert {core.g.dtype, core.beta.dtype, core.initial_state.dtype} == {torch.float32}
-    torch.testing.assert_close(core.k, reference.l2_norm(x["k"]).bfloat16())
-    del x["A_log"], x["dt_bias"]
-    chunk_gated_delta_rule(**x)
-    assert {kernels.core.g.dtype, kernels.core.beta.dtype} == {torch.float32}
-    chunk_gated_delta_rule(**x | {"beta": x["beta"].bfloat16()})
-    assert kernels.core.beta.dtype == torch.bfloat16
+    assert {core.q.dtype, core.k.dtype, core.v.dtype, core.beta.dtype} == {torch.bfloat16}
+    assert {core.g.dtype, core.A_log.dtype, core.initial_state.dtype} == {torch.float32}
 
 
 def test_the_core_has_the_arguments_of_the_op() -> None:
@@ -115,13 +98,9 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     torch.library.opcheck(registered.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
 
 
-@pytest.mark.parametrize("native", [frozenset(), ALL])
 @pytest.mark.parametrize("packed", [False, True])
-def test_vmap(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, packed: bool, native: frozenset[str]
-) -> None:
+def test_vmap(kernels: Kernels, packed: bool) -> None:
     """One call over a batch of calls: results and gradients of each, of parameters per head, too."""
-    monkeypatch.setattr(delta, "NATIVE", native)
     x = draw_raw(batch=1, seq=20, rows=2 if packed else 1)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
     options["output_final_state"] = True

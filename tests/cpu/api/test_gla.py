@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import chunk_gla, gla, reference
-from tfla_tk.backends.triton import fla, fla_gla
+from tfla_tk.backends.triton import fla
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.support import SUPPORTED
@@ -123,8 +123,8 @@ def describe(**changes: Any) -> LinearCall:
 )
 def test_fla_refuses(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str) -> None:
     monkeypatch.setattr(fla, "FLA_MISSING", None)
-    assert fla_gla.supports_gla(describe()) == SUPPORTED
-    verdict = fla_gla.supports_gla(describe(**changes))
+    assert fla.supports_gla(describe()) == SUPPORTED
+    verdict = fla.supports_gla(describe(**changes))
     assert not verdict.ok and reason in verdict.reason and verdict.remedy
 
 

@@ -42,11 +42,10 @@ if had:
 import tfla_tk
 from tfla_tk import Support, ops
 from tfla_tk.core import memo
-from tfla_tk.backends.tk import delta, mlstm as tk
+from tfla_tk.backends.tk import linear, mlstm as tk
 
-tk.supports_mlstm = delta.supports_delta_rule = lambda call, variant=None: Support(True)
-tk.load = delta.load = lambda kernel, call, variant=None: Support(True)
-delta.NATIVE = frozenset()
+tk.supports_mlstm = linear.supports_delta_rule = lambda call, variant=None: Support(True)
+tk.load = linear.load = lambda kernel, call, variant=None: Support(True)
 torch.manual_seed(0)
 x = [torch.randn(1, 2, 80, 16) for _ in range(3)] + [torch.randn(1, 2, 80) for _ in range(2)]
 for t in x:

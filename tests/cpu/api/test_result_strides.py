@@ -12,15 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
 from tfla_tk import delta_rule, gla, reference, simple_gla
-from tfla_tk.backends.tk import delta as tk_delta
-from tfla_tk.backends.tk import gla as tk_gla
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.support import SUPPORTED
 
 from .linear import Inputs
 
 OFFSETS = [0, 5, 5, 40]
-FAMILIES = [(simple_gla, tk_linear, "simple_gla"), (gla, tk_gla, "gla"), (delta_rule, tk_delta, "delta_rule")]
+FAMILIES = [(simple_gla, "simple_gla"), (gla, "gla"), (delta_rule, "delta_rule")]
 # the gates of each function, by how many dimensions they have
 GATES: dict[str, dict[str, int]] = {
     "chunk_simple_gla": {"g": 3},
@@ -37,13 +35,13 @@ CALLS = [(name, v_first) for name in GATES for v_first in (False, True)[: 1 + (n
 @pytest.fixture
 def tk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tk backend serves every call, by the registered ops."""
-    for family, module, name in FAMILIES:
+    for family, name in FAMILIES:
         family._path.plans.clear()
-        monkeypatch.setattr(module, f"supports_{name}", lambda call, variant=None: SUPPORTED)
-        monkeypatch.setattr(module, "load", lambda kernel, call, variant=None: SUPPORTED)
-        monkeypatch.setattr(module, f"prepare_{name}", lambda *args: None)
+        monkeypatch.setattr(tk_linear, f"supports_{name}", lambda call, variant=None: SUPPORTED)
+        monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
+        monkeypatch.setattr(tk_linear, f"prepare_{name}", lambda *args: None)
     yield
-    for family, _, _ in FAMILIES:
+    for family, _ in FAMILIES:
         family._path.plans.clear()
 
 

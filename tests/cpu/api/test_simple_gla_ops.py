@@ -23,7 +23,7 @@ def op_arguments(packed: bool, gate: str, with_state: bool, last: bool) -> tuple
     g = None if g is None else g.clone().requires_grad_()
     if gate == "head":
         g = reference.retention_log_decay(4).expand(x["v"].shape[:3])
-    return x["q"], x["k"], x["v"], g, state, offsets, 0.25, last
+    return x["q"], x["k"], x["v"], g, state, offsets, 0.25, False, last
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -34,27 +34,14 @@ def op_arguments(packed: bool, gate: str, with_state: bool, last: bool) -> tuple
 def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     args = op_arguments(packed, gate, with_state, last)
     torch.library.opcheck(torch.ops.tfla_tk.simple_gla_fwd, args)
-    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla, (*args, "chunkwise", 16))
+    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla, (*args[:-1], "chunkwise", 16, last))
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args[:6]]
-    o, state = torch.ops.tfla_tk.simple_gla_fwd(*detached, 0.25, last)
+    o, state = torch.ops.tfla_tk.simple_gla_fwd(*detached, *args[6:])
     dht = torch.randn_like(state) if last else None
-    rest = (torch.randn_like(o), dht, 0.25, gate == "token")
-    torch.library.opcheck(torch.ops.tfla_tk.simple_gla_bwd, (*detached, state if last else None, *rest))
-    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla_bwd, (*detached, *rest, 16))
-
-
-def test_the_launches_take_what_the_ops_take() -> None:
-    """By name and in this order; behind it what a plain call keeps for its backward."""
-    import inspect
-
-    from tfla_tk.backends.tk.scalar_gate import scalar_decay
-
-    for op, launch, more in (
-        (torch.ops.tfla_tk.simple_gla_fwd, scalar_decay.simple_gla_fwd, "keep_states"),
-        (torch.ops.tfla_tk.simple_gla_bwd, scalar_decay.simple_gla_bwd, "kept"),
-    ):
-        names = [argument.name.replace("dht", "d_final") for argument in op.default._schema.arguments]
-        assert list(inspect.signature(launch).parameters) == [*names, more]
+    rest, needs_gates = (torch.randn_like(o), dht, 0.25, False), gate == "token"
+    final_state = state if last else None
+    torch.library.opcheck(torch.ops.tfla_tk.simple_gla_bwd, (*detached, final_state, *rest, needs_gates))
+    torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla_bwd, (*detached, *rest, 16, needs_gates))
 
 
 def test_a_decay_per_head_comes_with_strides_of_zero(kernels: Kernels) -> None:

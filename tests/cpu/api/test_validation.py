@@ -29,7 +29,7 @@ CASES: dict[str, Case] = {
     "i of rank 4": (
         {"i": lambda x: x["i"][..., None]},
         ValueError,
-        r"i: expected 3 dimensions \[B, NH, S\], got 4",
+        r"i: expected 3 dimensions \[B, NH, S\] of q, got 4",
     ),
     "k of another B": (
         {"k": lambda x: x["k"][:1]},

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-import tfla_tk
-from tfla_tk import UnsupportedError, reference
+from tfla_tk import cli
+from tfla_tk.bench import __main__ as bench
+from tfla_tk.bench import compare
 from tfla_tk.bench.inputs import FORGET_BIAS
 from tfla_tk.bench.results import Row
 from tfla_tk.bench.runner import Settings
@@ -23,6 +26,39 @@ PROVENANCE = {
     "commit": "abc",
     "date": "2026-11-20T10:00:00Z",
 }
+
+
+class Ran(NamedTuple):
+    """What a command returned, wrote and printed."""
+
+    status: int
+    rows: Any
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test sees a CPU alone, and times few runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for plan in ("CPU_PLAN", "CPU_QUICK"):
+        monkeypatch.setattr(compare, plan, Plan(repeats=2, budget_ms=20))
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs `tfla-tk` or `python -m tfla_tk.bench` with these options and --json."""
+
+    def run(name: str, *options: str) -> Ran:
+        path = tmp_path / "written.json"
+        path.unlink(missing_ok=True)
+        main = cli.main if name in ("compare", "gradcheck") else bench.main
+        status = main([name, *options, "--json", str(path)])
+        captured = capsys.readouterr()
+        rows = json.loads(path.read_text()) if path.exists() else None
+        return Ran(status, rows, captured.out, captured.err)
+
+    return run
 
 
 @dataclass
@@ -47,45 +83,6 @@ class FakeStopwatch:
 
     def wait(self) -> None:
         self.log.append("|")
-
-
-def _stand_in(decay: Callable[..., torch.Tensor] | None) -> Callable[..., Any]:
-    """A function of the scalar-decay family: the reference's forms, q and k repeated for the heads of v."""
-
-    def function(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor | None = None,
-        *,
-        backend: str = "auto",
-        layer_idx: int | None = None,
-        num_layers: int | None = None,
-        **options: Any,
-    ) -> Any:
-        name, _, form = backend.partition(":")
-        if name != "reference":
-            raise UnsupportedError(backend, "it stands in for a function that is not there", "")
-        group = v.shape[2] // q.shape[2]
-        layer = [] if layer_idx is None else [layer_idx, num_layers]
-        gamma = None if decay is None else decay(v.shape[2], *layer)
-        run = getattr(reference, f"simple_gla_{form or 'chunkwise'}")
-        q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
-        return run(q, k, v, g, g_gamma=gamma, **options)
-
-    return function
-
-
-@pytest.fixture(autouse=True)
-def scalar_decay_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for those of the scalar-decay family that the package does not have."""
-    for name, decay in (
-        ("chunk_simple_gla", None),
-        ("chunk_retention", reference.retention_log_decay),
-        ("chunk_lightning_attn", reference.lightning_log_decay),
-    ):
-        if not hasattr(tfla_tk, name):
-            monkeypatch.setattr(tfla_tk, name, _stand_in(decay), raising=False)
 
 
 @pytest.fixture

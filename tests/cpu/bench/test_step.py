@@ -1,48 +1,26 @@
-from __future__ import annotations
+"""`python -m tfla_tk.bench step`: one token of mLSTM."""
 
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import doctor, mlstm_step
-from tfla_tk.backends.triton import mlstm_kernels as triton
-from tfla_tk.bench import compare, results, runner, step
-from tfla_tk.bench.__main__ import main
+from tfla_tk import mlstm_step
+from tfla_tk.bench import compare, runner, step
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.shapes import Shape, cost
-from tfla_tk.bench.variants import Variant
-from tfla_tk.core.errors import UnsupportedError
-
-from .test_ablation import REPORT
+from tfla_tk.bench.shapes import Shape
 
 SMALL = Shape(2, 3, 2, 16, 32)
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "report", lambda: REPORT)
-
-
-def test_command(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "rows.json"
-    assert main(["step", "--json", str(path), "--commit", "abc", "--shapes", "2x3x2x16x32,1x1x4x16x16"]) == 0
-    rows = results.load(path)
-    assert [(row["op"], row["backend"], row["shape"]["T"]) for row in rows] == [
-        ("mlstm_step", "reference", 3),
-        ("mlstm_step", "reference", 1),
-    ]
+def test_the_command(command) -> None:
+    status, rows, out, _ = command("step", "--commit", "abc", "--shapes", "2x3x2x16x32,1x1x4x16x16")
+    assert status == 0
+    found = [(row["op"], row["backend"], row["shape"]["T"], row["commit"]) for row in rows]
+    assert found == [("mlstm_step", "reference", 3, "abc"), ("mlstm_step", "reference", 1, "abc")]
     assert max(row["rel_err"]["h"] for row in rows) < 1e-5
-    assert "mLSTM, one step, forward, B2 T3 H2 16/32" in capsys.readouterr().out
-
-
-def test_bytes_are_the_state_twice() -> None:
-    shape = Shape(64, 1, 8, 256, 512)
-    for itemsize in (2, 4):
-        state = 512 * 256 * 512 * itemsize
-        assert 2 * state < cost("mlstm_step", shape, "fwd", itemsize).bytes < 2.02 * state
+    assert "mLSTM, one step, forward, B2 T3 H2 16/32" in out
 
 
 def test_every_step_has_a_state_of_its_own_in_one_piece() -> None:
@@ -62,30 +40,20 @@ def test_in_place_starts_from_the_given_state_and_leaves_it(monkeypatch: pytest.
     found = [step.OPERATOR.call(step.IN_PLACE, *inputs.values()) for _ in range(2)]
     assert torch.equal(found[0], expected) and not torch.equal(found[1], expected)
     assert torch.equal(inputs["c"], before)
-    torch.testing.assert_close(step.step_truth(*inputs.values(), chunk_size=64), expected)
-
-
-def test_contests(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [[v.call for v in contest.variants] for contest in step.contests((SMALL,))] == [["reference"]]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (contest,) = step.contests((SMALL,))
-    assert [v.call for v in contest.variants] == ["tk", "tk:in_place", "triton", "reference"]
-    assert {v.family for v in contest.variants} == {"tk", "triton", "reference"}
-    assert isinstance(contest, compare.Contest)
+    torch.testing.assert_close(step.step_truth(**inputs, chunk_size=64), expected)
 
 
 def test_every_row_has_the_time_of_a_graph(settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a call takes: here more than that of which the host's time is measured."""
     asked: list[bool] = []
 
-    def graph(*args: object, always: bool) -> runner.GraphTimes:
-        asked.append(always)
-        return runner.GraphTimes(0.25)
+    def other_times(*args: object, always_graph: bool) -> dict[str, float]:
+        asked.append(always_graph)
+        return {"graph_ms": 0.25}
 
-    monkeypatch.setattr(runner, "_graph", graph)
-    variants = step.VARIANTS[-1:]
+    monkeypatch.setattr(runner, "_other_times", other_times)
     for operator in (step.OPERATOR, OPERATORS["mlstm_exp"]):
-        (outcome,) = runner.run_contest(operator, SMALL, "fwd", variants, settings)
+        (outcome,) = runner.run_contest(operator, SMALL, "fwd", step.VARIANTS[-1:], settings)
         assert outcome.row is not None and outcome.row["graph_ms"] == 0.25
     assert asked == [True, False]
 
@@ -123,31 +91,22 @@ def test_the_tolerance_of_the_triton_step_covers_its_rounding(m_dtype: torch.dty
         inputs = step.step_inputs(shape, torch.bfloat16, torch.device("cpu"), seed=seed)
         inputs["m"] = inputs["m"].to(m_dtype)
         found = emulated_triton_step(*(x.squeeze(2) for x in inputs.values())).double()
-        truth = step.step_truth(*(x.double() for x in inputs.values()), chunk_size=64).squeeze(2)
+        truth = step.step_truth(**{name: x.double() for name, x in inputs.items()}, chunk_size=64).squeeze(2)
         errors.append(((found - truth).norm() / truth.norm()).item())
-    own = runner._tolerances(step.OPERATOR, Variant("triton", "triton"), "bf16")["h"]
+    own = step.OPERATOR.tolerances("bf16", baseline=True)["h"]
     assert step.OPERATOR.tolerances("bf16")["h"] < min(errors) <= max(errors) < own
-    assert runner._tolerances(step.OPERATOR, Variant("tk", "tk"), "bf16") == step.OPERATOR.tolerances("bf16")
-    chunked = Variant("triton:xl_chunk_64", "triton:xl_chunk_64")
-    other = runner._tolerances(OPERATORS["mlstm_exp"], chunked, "bf16")
-    assert other == {"h": 1.5e-2, "dq": 3e-2, "dk": 3e-2, "dv": 3e-2, "di": 1e-1} | {
-        "dc_initial": 3e-2,
-        "dn_initial": 3e-2,
-    }
+    # of the other operators' Triton kernels less is allowed
+    assert OPERATORS["mlstm_exp"].tolerances("bf16", baseline=True)["h"] == 1.5e-2 < own
 
 
-def test_without_mlstm_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = triton.Support(False, "mlstm-kernels is not installed", "install it")
-    monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", missing)
-    inputs = step.step_inputs(SMALL, torch.float32, torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="not installed"):
-        step.OPERATOR.call("triton", *inputs.values())
-
-
-def test_shapes_that_a_step_does_not_have_are_wrong_usage(capsys) -> None:
-    for shape, message in (
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
         ("1x4x2x16x16xN2", "--shapes: expected no N, a step has one token, got 2"),
         ("1x4x2x16x16xHV4", "shape HV: expected 2"),
-    ):
-        assert main(["step", "--shapes", shape]) == 2
-        assert message in capsys.readouterr().err
+    ],
+)
+def test_shapes_that_a_step_does_not_have_are_wrong_usage(monkeypatch, command, shape, message) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    ran = command("step", "--shapes", shape)
+    assert ran.status == 2 and message in ran.err

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 import torch
 
-from tfla_tk.bench import ceilings, timing
-from tfla_tk.bench.timing import CpuStopwatch, Plan, Timing, interleave, peak_memory, warm_up
+from tfla_tk.bench import timing
+from tfla_tk.bench.timing import Plan, Timing, interleave, warm_up
 
 
 def test_statistics() -> None:
@@ -33,16 +30,6 @@ def test_a_slow_step_is_spread_over_the_rounds(stopwatch) -> None:
     assert (found["fast"].repeats, found["slow"].repeats) == (6, 2)
     rounds = "".join(name[0] for name in stopwatch.log).split("|")
     assert rounds == ["f", "f", "fs", "f", "f", "fs", ""]
-
-
-def test_advance_is_called_after_each_round(stopwatch) -> None:
-    calls: list[int] = []
-    interleave({"a": stopwatch.step("a")}, {"a": 4}, stopwatch, lambda: calls.append(len(stopwatch.ran)))
-    assert calls == [1, 2, 3, 4]
-
-
-def test_nothing_to_time(stopwatch) -> None:
-    assert interleave({}, {}, stopwatch) == {}
 
 
 @pytest.mark.parametrize(
@@ -72,20 +59,12 @@ def test_host_time_is_the_median_call_and_never_waits(monkeypatch: pytest.Monkey
     assert log[0] == log[-1] == "w" and {len(burst) for burst in bursts[1:-1]} == {timing.HOST_BURST}
 
 
-def test_warm_up_gives_the_time_of_a_warm_run(stopwatch) -> None:
+def test_warm_up_runs_until_a_step_is_warm(stopwatch) -> None:
     assert warm_up(stopwatch.step("a"), stopwatch) == pytest.approx(1.03)
     assert stopwatch.ran == ["a"] * 3
-
-
-def test_warm_up_stops_when_the_budget_is_spent(stopwatch) -> None:
-    stopwatch.times["a"] = 500.0
-    assert warm_up(stopwatch.step("a"), stopwatch, budget_ms=100) == pytest.approx(500.01)
-    assert stopwatch.ran == ["a"]
-
-
-def test_cpu_stopwatch_reads_milliseconds() -> None:
-    elapsed = CpuStopwatch().run(lambda: time.sleep(0.02))()
-    assert 20 <= elapsed < 2000 and math.isfinite(elapsed)
+    stopwatch.times["b"] = 500.0  # which is more than the budget
+    assert warm_up(stopwatch.step("b"), stopwatch, budget_ms=100) == pytest.approx(500.01)
+    assert stopwatch.ran[3:] == ["b"]
 
 
 def test_cuda_stopwatch_flushes_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,24 +93,3 @@ def test_cuda_stopwatch_flushes_before_the_start(monkeypatch: pytest.MonkeyPatch
     one = ["flush", "event", "a", "event"]
     assert log == [*untimed, *one, "flush", "event", "b", "event", "wait"]
     assert found["a"] == Timing(0.25, 0.25, 0.25, 1)
-
-
-def test_the_flush_exceeds_every_l2_cache() -> None:
-    assert timing.FLUSH_BYTES >= 128 * 10**6
-
-
-def test_ceilings_count_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "COPY_BYTES", 4096)
-    monkeypatch.setattr(ceilings, "GEMM_SIZE", 16)
-    calls: list[object] = []
-    monkeypatch.setattr(ceilings, "_median_s", lambda call, device: calls.append(call()) or 1e-3)
-    ceilings.measure_ceilings.cache_clear()
-    found = ceilings.measure_ceilings(torch.device("cpu"))
-    assert (found.copy, found.gemm) == (pytest.approx(8192e3), pytest.approx(2 * 16**3 * 1e3))
-    # measured once per process
-    assert ceilings.measure_ceilings(torch.device("cpu")) is found and len(calls) == 2
-    ceilings.measure_ceilings.cache_clear()
-
-
-def test_no_peak_memory_on_a_cpu() -> None:
-    assert peak_memory(lambda: None, torch.device("cpu")) is None

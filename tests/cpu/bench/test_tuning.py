@@ -13,49 +13,34 @@ autotuner = pytest.importorskip("triton.runtime.autotuner")
 
 
 class Kernel:
-    """Stands for a Triton kernel.
-
-    Attributes:
-        compiled: arguments, options and launch grid of each configuration, and the thread.
-    """
+    """Stands for a Triton kernel: the configurations that were compiled, and by which threads."""
 
     fn = staticmethod(lambda: None)
     arg_names = ("x", "size")
 
-    def __init__(self, refused: int) -> None:
-        self.refused = refused
+    def __init__(self) -> None:
         self.together = threading.Barrier(3)
-        self.compiled: list[tuple[Any, ...]] = []
+        self.compiled: list[dict[str, Any]] = []
 
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
         self.together.wait(timeout=30)  # passes if three threads are here at once
-        if options["BLOCK"] == self.refused:
+        assert args[1] == 7 and grid == (1,) and threading.current_thread() is not threading.main_thread()
+        if options["BLOCK"] == 64:
             raise RuntimeError("out of shared memory")
-        self.compiled.append((args, grid, options, threading.current_thread()))
-
-
-def make(kernel: Kernel) -> Any:
-    """An autotuner in the midst of a call of the kernel."""
-    configs = [triton.Config({"BLOCK": n}, num_warps=2, num_stages=3) for n in (16, 32, 64)]
-    found = autotuner.Autotuner(
-        kernel, kernel.arg_names, configs, key=["size"], reset_to_zero=None, restore_value=None
-    )
-    found.nargs = {"x": torch.ones(1), "size": 7}
-    return found
+        self.compiled.append(options)
 
 
 def test_configurations_are_compiled_side_by_side() -> None:
-    tuner = make(kernel := Kernel(refused=64))
-    of_call = {"grid": (5, 5), "warmup": False, "DTYPE": "fp32"}
+    configs = [triton.Config({"BLOCK": n}, num_warps=2, num_stages=3) for n in (16, 32, 64)]
+    kernel = Kernel()
+    tuner = autotuner.Autotuner(kernel, kernel.arg_names, configs, ["size"], None, None)
+    tuner.nargs = {"x": torch.ones(1), "size": 7}
     with configs_compiled_by(3):
-        assert tuner.prune_configs(of_call) == tuner.configs  # those that do not compile are left to it
-    blocks = {options.pop("BLOCK") for _, _, options, _ in kernel.compiled}
-    assert blocks == {16, 32}
-    for args, grid, options, thread in kernel.compiled:
-        assert args == (tuner.nargs["x"], 7) and grid == (1,) and thread is not threading.main_thread()
-        assert {name: options[name] for name in ("DTYPE", "num_warps", "num_stages")} == {
-            "DTYPE": "fp32", "num_warps": 2, "num_stages": 3,
-        }  # fmt: skip
+        # those that do not compile are left to it
+        assert tuner.prune_configs({"grid": (5, 5), "warmup": False, "DTYPE": "fp32"}) == tuner.configs
+    assert {options["BLOCK"] for options in kernel.compiled} == {16, 32}
+    for options in kernel.compiled:
+        assert (options["DTYPE"], options["num_warps"], options["num_stages"]) == ("fp32", 2, 3)
         assert "warmup" not in options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,20 @@ from tfla_tk.build import EXTENSION, BuildError, Instance, Launcher, builder, ca
 FINDERS = builder.find_toolchain, builder.find_thunderkittens
 
 
+def forget_keys() -> None:
+    """As in a process that begins."""
+    prebuilt._key.cache_clear()
+    prebuilt._headers_key.cache_clear()
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the package's kernels lie; nothing yet."""
     found = tmp_path / "_prebuilt"
     monkeypatch.setattr(prebuilt, "FOLDER", found)
-    prebuilt._key.cache_clear()
+    forget_keys()
     yield found
-    prebuilt._key.cache_clear()
+    forget_keys()
 
 
 @pytest.fixture
@@ -72,9 +79,24 @@ def test_not_where_the_user_wants_kernels_of_their_own(
 
 def test_not_those_of_other_sources(brought: Path, kernel_sources: Path, toys: list[Instance]) -> None:
     (kernel_sources / "common/deep.h").write_text("// changed\n")
-    prebuilt._key.cache_clear()
+    forget_keys()
     assert prebuilt.find(toys[0]) is None and prebuilt.find(toys[0].launcher) is None
     assert prebuilt.find(EXTENSION) is not None
+
+
+def test_not_a_file_with_old_code_of_another_kernel(
+    folder: Path, isolated_environment: Path, kernel_sources: Path, toy: Instance, tmp_path: Path
+) -> None:
+    """Kernels are loaded by the file, and the old code has the new one's name."""
+    header, file = kernel_sources / "other/kernel.cuh", tmp_path / "adds_1.cubin"
+    header.write_text("")
+    file.write_text("both")
+    other = dataclasses.replace(toy, name="other", header="other/kernel.cuh")
+    prebuilt.write(folder, (13, 0), {toy: file, other: file})
+    assert prebuilt.find(toy) == prebuilt.find(other) == folder / "adds_1.cubin"
+    header.write_text("// changed\n")
+    forget_keys()
+    assert prebuilt.find(toy) is None and prebuilt.find(other) is None
 
 
 def test_a_package_without_any(folder: Path, kernel_sources: Path, toys: list[Instance]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tfla_tk import delta_rule, reference
-from tfla_tk.backends.tk import delta as tk_delta
+from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
@@ -149,16 +149,16 @@ def tk_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[Support], None]:
     """Sets what the tk backend says of every call; the reference computes. fla's own functions can run."""
 
     def say(verdict: Support) -> None:
-        monkeypatch.setattr(tk_delta, "supports_delta_rule", lambda call, variant=None: verdict)
+        monkeypatch.setattr(tk_linear, "supports_delta_rule", lambda call, variant=None: verdict)
 
     def compute(call: Any, variant: Any, *tensors: Any) -> Any:
-        from tfla_tk.backends.reference import delta
+        from tfla_tk.backends.reference import linear
 
-        return delta.delta_rule(call, None, *tensors)
+        return linear.delta_rule(call, None, *tensors)
 
-    monkeypatch.setattr(tk_delta, "load", lambda *args: SUPPORTED)
-    monkeypatch.setattr(tk_delta, "delta_rule", compute)
-    monkeypatch.setattr(tk_delta, "prepare_delta_rule", lambda *args: None)
+    monkeypatch.setattr(tk_linear, "load", lambda *args: SUPPORTED)
+    monkeypatch.setattr(tk_linear, "delta_rule", compute)
+    monkeypatch.setattr(tk_linear, "prepare_delta_rule", lambda *args: None)
     monkeypatch.setattr(installation, "INTERPRETED", True)
     for module, name in (("delta_rule", "ChunkDeltaRule"), ("gated_delta_rule", "ChunkGatedDeltaRule")):
         found = importlib.import_module(f"fla.ops.{module}.chunk")
@@ -207,7 +207,7 @@ def test_an_error_of_ours_is_raised(
         for error in (TypeError("ours"), ValueError("ours"), RuntimeError("ours")):
             delta_rule._path.plans.clear()
             with monkeypatch.context() as patch, pytest.raises(type(error), match="ours"):
-                patch.setattr(tk_delta, place, fail)
+                patch.setattr(tk_linear, place, fail)
                 function(**x, **FLAGS)
             delta_rule._path.plans.clear()
             function(**x, **FLAGS)
@@ -247,7 +247,7 @@ def test_calls_that_raise_leave_the_last_path(
 
     delta_rule._path.plans.clear()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(tk_delta, "delta_rule", fail)
+        patch.setattr(tk_linear, "delta_rule", fail)
         function(**x)
     assert integration.last_path() == served
     delta_rule._path.plans.clear()

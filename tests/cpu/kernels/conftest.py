@@ -5,27 +5,23 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import pytest
-import torch
 
 from tfla_tk import build
-from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.delta_rule import call as delta_call
-from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
-from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.disassembly import find_tool
-from tfla_tk.core.layout import DTYPES
-from tfla_tk.core.memo import Memo
 
-from . import summary
-from .backward_emulation import BackwardFormulas
+from . import calls, summary
 from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
-from .stand_in import MEMORY_RATE, launch_instead
+from .scalar_gate import Decoding
+from .stand_in import MEMORY_RATE, Kernels, launch_instead, watched_memory
+
+K = TypeVar("K", bound=Kernels)
 
 # days in which every unchanged instance is compiled: in one of them as many as take a minute of a CPU core
 TURNS = 30
@@ -95,23 +91,24 @@ def load_once(compiler: Compiler) -> Callable[[build.Launcher], ModuleType]:
     return compiler.launcher
 
 
-# The backward with other things in the place of its kernels
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Of the operator of a test, in the place of which the reference computes."""
+    with taking_the_place_of_kernels(request.getfixturevalue("op").kernels(), monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture
-def backward_formulas(
-    monkeypatch: pytest.MonkeyPatch, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]
-) -> Iterator[BackwardFormulas]:
-    """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
-    found = BackwardFormulas(row_factors, gate_gradients)
-    launch_instead(monkeypatch, found, tk_backward, tk_forward)
-    monkeypatch.setattr(tk_backward, "_backwards", Memo())
-    monkeypatch.setattr(tk_forward, "_forwards", Memo())
-    monkeypatch.setattr(segments, "cut", found.cut)
-    monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
-    # what the kernels hold in fp32, and gates in fp64
-    monkeypatch.setattr(tk_walks, "FLOAT", torch.float64.itemsize)
-    monkeypatch.setitem(DTYPES, torch.float64, -1)
-    tk_walks.make_plan.cache_clear()
-    yield found
-    tk_walks.make_plan.cache_clear()
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
+    """The same of decoding."""
+    with taking_the_place_of_kernels(Decoding(), monkeypatch) as found:
+        yield found
+
+
+@contextmanager
+def taking_the_place_of_kernels(found: K, monkeypatch: pytest.MonkeyPatch) -> Iterator[K]:
+    launch_instead(monkeypatch, found, *calls.MODULES)
+    calls.take_tensors_for_a_gpus(monkeypatch)
+    with watched_memory(found, monkeypatch):
+        yield found
+    calls.forget_calls()

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tfla_tk import build
+import tfla_tk
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import segments as gla
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
-from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
-from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
-from tfla_tk.core.memo import Memo
 
-from .forward_emulation import ForwardFormulas
-from .stand_in import launch_instead, pretend_a_gpu
-from .test_backward_formulas import (
-    GATES,
-    WALKS,
-    WIDE,
-    arguments,
-    assert_gradients,
-    draw,
-    states_left_by_a_forward,
-)
-from .test_backward_formulas import LENGTHS as PACKED
+from .calls import OPS, Op, check, draw, results
+from .stand_in import Kernels
 
 SEGMENT = INVARIANT_CHUNKS * CHUNK
 LENGTHS = (0, 1, 63, 64, 65, 1000, SEGMENT - 1, SEGMENT, SEGMENT + 1, 5000, 4 * SEGMENT, 65536)
@@ -57,7 +40,8 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
     seq = sum(lengths) if packed else lengths[0]
-    return gla.find_cut(len(lengths), seq, heads, 128, multiprocessors, packed=packed, batch_invariant=True)
+    of = (len(lengths), seq, heads, multiprocessors, segments.FORWARD)
+    return segments.find(*of, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}
@@ -108,130 +92,68 @@ def test_a_segment_is_of_whole_stretches_between_anchors_and_states() -> None:
     assert INVARIANT_CHUNKS % ANCHOR_CHUNKS == 0 and INVARIANT_CHUNKS % STATE_CHUNKS == 0
 
 
-def test_the_length_costs_the_least_on_average() -> None:
-    """Of all powers of two, over calls from 8 k to 256 k tokens, against the cut that fits each call."""
-
-    def cost(sequences: int, tokens: int, ctas: int, costs: segments.Costs, length: int) -> float:
-        count = -(-tokens // (length * CHUNK))
-        length = min(length, tokens // CHUNK)
-        own = segments.waves_of(sequences * count * ctas, 132) * (length + costs.prologue)
-        if count == 1:
-            return own
-        sums = segments.waves_of(sequences * (count - 1) * ctas, 132)
-        return own + sums * (costs.states_chunk * length + costs.prologue) + costs.launches
-
-    calls = [
-        (batch, tokens, heads)
-        for batch in (1, 2, 4, 8, 16, 32)
-        for tokens in (1024 << n for n in range(8))
-        for heads in (4, 8, 16, 32)
-        if 8192 <= batch * tokens <= 262144
-    ]
-    for costs in (segments.FORWARD, segments.BACKWARD):
-        means = {}
-        for length in (8, 16, 32, 64, 128, 256):
-            product = 1.0
-            for call in calls:
-                best = segments.cut(*call, 132, costs).chunks
-                product *= cost(*call, costs, length) / cost(*call, costs, best)
-            means[length] = product ** (1 / len(calls))
-        assert min(means, key=means.__getitem__) == INVARIANT_CHUNKS
-
-
 # What is launched
 
 
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> ForwardFormulas:
-    found = ForwardFormulas()
-    found.computes = False
-    launch_instead(monkeypatch, found, tk_forward)
-    monkeypatch.setattr(tk_forward, "_forwards", Memo())
+def traits(kernels: Kernels) -> list[tuple[Any, ...]]:
+    """Of all launches since the last call: the name, the segments' length, and what chooses a kernel.
+
+    Whether makers or a launch make the delta rule's chunk matrices changes no bit of them.
+    """
+    found = []
+    for x in (x for x in kernels.launches if x.name != "matrices"):
+        cut = getattr(x, "cut", getattr(x, "shape", x.of_walk[8] if hasattr(x, "of_walk") else ()))
+        chosen = [getattr(x, name, None) for name in ("tile", "walkers", "makes_matrices")]
+        found.append((x.name, cut[4:5], *chosen))
+    kernels.launches.clear()
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("seq", [40, 5000])
-@pytest.mark.parametrize("dim_v", [128, 144])
-def test_forwards_of_inference_and_training_are_cut_alike(
-    dim_v: int, seq: int, packed: bool, forwards: ForwardFormulas
-) -> None:
-    """mLSTM and a scalar decay; not as without the option, and not as for another GPU."""
-    q, v = torch.empty(1, 2, seq, 64).bfloat16(), torch.empty(1, 2, seq, dim_v).bfloat16()
-    gate, offsets = torch.empty(1, 2, seq), torch.tensor([0, seq // 2, seq]) if packed else None
-    options = (None, None, None, offsets, False, True, 1e-6, False, True)
-    decayed = [x.transpose(1, 2).contiguous() for x in (q, q, v, gate)]
-    for keeps in (False, True):
-        found = tk_forward.mlstm_fwd(q, q, v, gate, gate, *options, True, keeps)
-        assert (found[-1] is not None) == (keeps and (dim_v <= 128 or seq > SEGMENT))
-        scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
-    sequences = 2 if packed else 1
-    expected = segments.cut_invariant(sequences, seq, packed=packed)
-    assert [launch.cut[-2:] for launch in forwards.launches] == [expected] * 4
-    tk_forward.mlstm_fwd(q, q, v, gate, gate, *options)
-    assert forwards.launches[-1].cut[-2:] != expected
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 144), (192, 64)], ids=str)
+def test_a_batch_is_launched_like_one_sequence(op: Op, dims: Any, kernels: Kernels) -> None:
+    """With the option, and forwards of inference like those of training."""
+    kernels.computes = False
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for invariant, batch in itertools.product(found, (1, 2, 20)):
+        x = {name: t[:1].repeat(batch, *[1] * (t.dim() - 1)) for name, t in draw(op, dims).items()}
+        place = 2 if op.is_mlstm else 1
+        x |= {name: x[name].repeat_interleave(50, place) for name in ("q", "k", "v", *op.gates)}
+        with tfla_tk.batch_invariant(invariant):
+            with torch.no_grad():
+                getattr(tfla_tk, op.name)(**x, **dict(op.options), backend="tk")
+            of_inference = traits(kernels)
+            results(op, x)
+        of_training = traits(kernels)
+        found[invariant].append([of_inference, of_training])
+        assert not invariant or of_training[: len(of_inference)] == of_inference
+    assert found[True][0] == found[True][1] == found[True][2]
+    assert dims != (128, 128) or not found[False][0] == found[False][1] == found[False][2]
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("lengths", [None, PACKED], ids=["batch", "packed"])
-def test_e_of_a_token_is_always_made_by_the_same_kernel(
-    gate: str, lengths: list[int] | None, backward_formulas: Any
-) -> None:
-    """Also where nothing is cut: a longer sequence in the call would be."""
-    *given, _ = arguments(gate, draw(gate, lengths=lengths))
-    tk_backward.mlstm_bwd(*given, True)
-    names = [launch.name for launch in backward_formulas.launches]
-    assert "segments" not in names and "mlstm_bwd_factors" not in names
-    assert names.count("mlstm_bwd_rows") == (gate != "sig_unnormalised")
-
-
-def test_a_backward_takes_the_cut_of_its_forward(
-    backward_formulas: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And with it the states that the forward has kept."""
-    monkeypatch.setattr(segments, "INVARIANT_CHUNKS", 2)
-    x = draw("exp", (2, 2, 600), dims=WIDE)
-    *given, _ = arguments("exp", x)
-    kept = states_left_by_a_forward("exp", x, 2)
-    assert kept.cut == segments.cut_invariant(2, 600, packed=False)
-    assert_gradients(backward_formulas(*given, True, kept), torch.ops.tfla_tk.mlstm_bwd(*given, True))
-    assert backward_formulas.summed == {"dk"}
-
-
-@pytest.mark.parametrize("lengths", [None, PACKED], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 @pytest.mark.parametrize("chunks", [2, 4, INVARIANT_CHUNKS])
-@pytest.mark.parametrize("gate", GATES)
-@WALKS
-def test_gradients(
-    dims: tuple[int, int],
-    gate: str,
-    chunks: int,
-    lengths: list[int] | None,
-    backward_formulas: Any,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dims", [(64, 48), (64, 144), (144, 272)], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_results(
+    op: Op, chunks: int, dims: Any, packed: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the formulas of the kernels, with and without borders."""
+    """With borders and without; the backward takes the states that the forward has kept."""
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", chunks)
-    *given, _ = arguments(gate, draw(gate, (2, 2, 300), lengths=lengths, dims=dims), last=True)
-    assert_gradients(backward_formulas(*given, True), torch.ops.tfla_tk.mlstm_bwd(*given, True))
+    with tfla_tk.batch_invariant():
+        check(op, draw(op, dims, packed=packed, tokens=270))
+    assert 0 not in [x.of_walk[0] for x in kernels.launches if x.name == "segments" and hasattr(x, "of_walk")]
 
 
-@pytest.mark.parametrize("kernel", ["step", "sequence"])
-def test_decoding_shares_a_state_in_one_way(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [(), (5,)], ids=["step", "sequence"])
+def test_decoding_shares_a_state_in_one_way(tokens: tuple[int, ...], decoding: Kernels) -> None:
     """Whatever the batch; without the option few heads take narrower slices."""
-    seen: list[tuple[int, int]] = []
-    place = 8 if kernel == "step" else 9
-    module = tk_step if kernel == "step" else tk_sequence
-    stand_in = SimpleNamespace(**{f"mlstm_{kernel}": lambda *given: seen.append(given[place])})
-    monkeypatch.setattr(build, "load", lambda *wanted: stand_in)
-    pretend_a_gpu(monkeypatch, module)
-    tokens = () if kernel == "step" else (5,)
-    for batch_invariant in (False, True):
-        for batch in (1, 3, 300):
-            q, v = torch.empty(batch, 2, *tokens, 64), torch.empty(batch, 2, *tokens, 256)
-            gate = torch.empty(batch, 2, *(tokens or (1,)))
-            state = torch.empty(batch, 2, 64, 256), torch.empty(batch, 2, 64), torch.empty(batch, 2, 1)
-            step = getattr(module, f"mlstm_{kernel}")
-            step(q, q, v, gate, gate, *state, False, True, 1e-6, torch.float32, batch_invariant)
-    assert len(set(seen[:3])) > 1
-    assert set(seen[3:]) == {seen[2]}
+    for batch_invariant, batch in itertools.product((False, True), (1, 3, 300)):
+        q, v = torch.empty(batch, 2, *tokens, 64), torch.empty(batch, 2, *tokens, 256)
+        gate = torch.empty(batch, 2, *(tokens or (1,)))
+        state = torch.empty(batch, 2, 64, 256), torch.empty(batch, 2, 64), torch.empty(batch, 2, 1)
+        function = tfla_tk.mlstm_sequence if tokens else tfla_tk.mlstm_step
+        with tfla_tk.batch_invariant(batch_invariant):
+            function(q, q, v, gate, gate, *state, backend="tk")
+    seen = [x.tiling for x in decoding.launches]
+    assert len(set(seen[:3])) > 1 and set(seen[3:]) == {seen[2]}

@@ -1,17 +1,17 @@
-"""mLSTM's decoding without a GPU, a step or a few tokens: what kernels are handed, what they refuse."""
+"""mLSTM's decoding without a GPU, a step or a few tokens: results of calls, and what is refused."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+import tfla_tk
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
@@ -21,112 +21,89 @@ from tfla_tk.build.instances import DECODING, MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS,
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
-from .stand_in import Kernels, launch_instead
+from .calls import Tensors, flat
+from .scalar_gate import Decoding
+from .stand_in import at_odd_address
 from .test_support import CALL
 
-B, NH, S, K, V = 2, 3, 5, 64, 128
-SHAPES = {"q": (K,), "k": (K,), "v": (V,), "i": (), "f": (), "c": (K, V), "n": (K,), "m": (1,)}
+B, NH, K, V = 2, 3, 64, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-OPTIONS = (False, True, 1e-6)
-OF_LAUNCH = ("before", "after", "h", "tiling", "sizes", "scale", "eps", "sigmoid_gate", "normalize")
-OF_LAUNCH += ("in_place", "device", "stream")
+TOKENS = [(), (5,), (16,)]
+GATES = {
+    "exp": ("mlstm", {}),
+    "sig": ("mlstm_siging", {}),
+    "unnormalised": ("mlstm_siging", {"normalize": False}),
+}
 
 
-class Launches(Kernels):
-    """Stands for the launcher and records its launches, by the names in scalar_gate/bindings."""
-
-    ARGUMENTS: ClassVar[dict[str, tuple[str, ...]]] = {}  # none is prepared
-
-    def mlstm_step(self, *arguments: Any) -> None:
-        self._record(("q", "k", "v", "i", "f", *OF_LAUNCH), arguments)
-
-    def mlstm_sequence(self, *arguments: Any) -> None:
-        self._record(("q", "k", "v", "dtype", "i", "f", *OF_LAUNCH), arguments)
-
-    def _record(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
-        self.launches.append(SimpleNamespace(**dict(zip(names, arguments, strict=True))))
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """A step, or a few tokens.
-
-    Attributes:
-        tokens: dimension of them, of q, k and v.
-        gate: dimension of a gate behind its head.
-    """
-
-    module: Any
-    tokens: tuple[int, ...]
-    gate: tuple[int, ...]
-    launches: list[SimpleNamespace]
-
-    @property
-    def is_step(self) -> bool:
-        return not self.tokens
-
-    def draw(
-        self, dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        before = {**dict.fromkeys("qkv", self.tokens), **dict.fromkeys("if", self.gate)}
-        return {
-            name: torch.zeros(B, NH, *before.get(name, ()), *shape, dtype=dtype if name in "qkv" else state)
-            for name, shape in SHAPES.items()
-        }
-
-    def __call__(self, x: dict[str, Tensor], *options: Any, in_place: bool = False) -> Any:
-        name = "mlstm_step" if self.is_step else "mlstm_sequence"
-        return getattr(self.module, name + "_" * in_place)(*x.values(), *(options or OPTIONS))
-
-    def in_place(self, x: dict[str, Tensor]) -> SimpleNamespace:
-        self(x, in_place=True)
-        return self.launches[-1]
+def draw(
+    tokens: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    state: torch.dtype = torch.float32,
+    dim_v: int = V,
+) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        **dict.fromkeys("qk", (*tokens, K)),
+        "v": (*tokens, dim_v),
+        **dict.fromkeys("if", tokens or (1,)),
+    }
+    shapes |= {"c": (K, dim_v), "n": (K,), "m": (1,)}
+    drawn = {name: torch.randn(B, NH, *shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: t.to(state if name in "cnm" else dtype if name in "qkv" else t.dtype)
+        for name, t in drawn.items()
+    }
 
 
-@pytest.fixture(params=["step", "sequence"])
-def decoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Decoding:
-    recorder = Launches()
-    is_step = request.param == "step"
-    module = tk_step if is_step else tk_sequence
-    launch_instead(monkeypatch, recorder, module)
-    return Decoding(module, () if is_step else (S,), (1,) if is_step else (S,), recorder.launches)
+def check(x: Tensors, gate: str = "exp", *, inplace: bool = False, **options: Any) -> None:
+    """That a call has the results of the reference, in place or new ones."""
+    name, of_gate = GATES[gate]
+    x = x if gate == "exp" else {name: t for name, t in x.items() if name != "m"}
+    function = getattr(tfla_tk, f"{name}_step" if x["q"].dim() == 3 else f"{name}_sequence")
+    options |= of_gate
+    expected = flat(function(**{name: t.double() for name, t in x.items()}, backend="reference", **options))
+    found = flat(function(**x, backend="tk", inplace=inplace, **options))
+    assert found.keys() == expected.keys() and found["output 0"].is_contiguous()
+    for name, y in expected.items():
+        assert (found[name].double() - y).norm() <= 1e-2 * y.norm(), name
+    for number, name in enumerate("cnm"[: len(found) - 1], 1):
+        assert (found[f"output {number}"] is x[name]) == inplace
 
 
-def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    pointers = (0 if x is None else x.data_ptr() for x in state)
-    return *pointers, *(0 if x is None else CODES[x.dtype] for x in state)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, decoding: Decoding) -> None:
-    x = decoding.draw(dtype, before)
-    h, *state = decoding(x, *OPTIONS, after)
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("before", DTYPES, ids=str)
+@pytest.mark.parametrize("after", DTYPES, ids=str)
+def test_a_new_state(tokens: Any, gate: str, dtype: Any, before: Any, after: Any, decoding: Decoding) -> None:
+    check(draw(tokens, dtype, before), gate, dtype_state=after)
     (launch,) = decoding.launches
-    assert (h.shape, h.dtype, h.data_ptr()) == ((B, NH, *decoding.tokens, V), dtype, launch.h)
-    assert h.is_contiguous() and (decoding.is_step or launch.dtype == CODES[dtype])
-    assert [(t.shape, t.dtype) for t in state] == [(x[name].shape, after) for name in "cnm"]
-    assert launch.after == addresses(tuple(state)) and not launch.in_place
-    if {before, after} == {torch.bfloat16, torch.float16}:
-        assert launch.before[0] != x["c"].data_ptr() and launch.before[3] == 0  # widened before
-        assert launch.before[1:3] == (x["n"].data_ptr(), x["m"].data_ptr())
-    else:
-        assert launch.before == addresses((x["c"], x["n"], x["m"]))
-    eight = before.itemsize == 2 and after == before and (decoding.is_step or dtype != torch.float32)
-    assert launch.tiling[1] == (8 if eight else 4)
-    assert launch.sizes == (B, NH, *decoding.tokens, K, V) and launch.stream == 7 and launch.device == -1
-    assert (launch.scale, launch.eps) == (K**-0.5, 1e-6)
-    assert (launch.sigmoid_gate, launch.normalize) == (False, True)
+    assert launch.stream == 7 and launch.tiling[1] >= 4  # aligned, so that vectors are loaded
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("state", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["as they are", "turned", "wider", "odd"])
+def test_in_place(tokens: Any, gate: str, state: torch.dtype, layout: str, decoding: Decoding) -> None:
+    """What a kernel cannot write is updated in a copy, and copied back."""
+    x = draw(tokens, state=state)
+    if layout == "turned":
+        x["c"] = x["c"].mT.contiguous().mT
+    elif layout == "wider":
+        x["n"] = x["n"].double()
+    elif layout == "odd":
+        x["c"] = at_odd_address(x["c"])
+    check(x, gate, inplace=True, dtype_state=None)
+    if layout == "as they are":  # nothing is copied
+        (launch,) = decoding.launches
+        assert launch.before[:2] == (x["c"].data_ptr(), x["n"].data_ptr())
 
 
 @pytest.mark.parametrize("count", range(1, MAX_TOKENS + 1))
-@pytest.mark.parametrize("decoding", ["sequence"], indirect=True)
 def test_any_number_of_tokens(count: int, decoding: Decoding) -> None:
-    x = decoding.draw(state=torch.bfloat16)
-    x |= {name: torch.zeros(B, NH, count, *x[name].shape[3:], dtype=x[name].dtype) for name in "qkvif"}
-    launch = decoding.in_place(x)
-    assert launch.sizes[2] == count and launch.tiling[1] == (8 if count <= 8 else 4)
+    check(draw((count,), state=torch.bfloat16))
 
 
 @pytest.mark.parametrize("count", [0, MAX_TOKENS + 1])
@@ -135,72 +112,25 @@ def test_no_instance(count: int) -> None:
         mlstm_sequence(count, "fp32", "fp32", False)
 
 
-def test_tokens_are_read_where_they_lie(decoding: Decoding) -> None:
-    """Any strides: [B, S, NH, D], a fused projection, the end of a longer sequence, every second number."""
-    x = decoding.draw()
-    fused = torch.zeros(B, *decoding.tokens, NH, 2 * K + V, dtype=torch.bfloat16)
-    fused = fused if decoding.is_step else fused.transpose(1, 2)
-    x["q"], x["k"], x["v"] = fused.split((K, K, V), dim=-1)
-    (count,) = decoding.gate
-    x["i"] = torch.zeros(B, 4 + count, NH).transpose(1, 2)[..., 4:]
-    x["f"] = torch.zeros(B, 1, 1, dtype=torch.float16).expand(B, NH, count)
-    decoding(x, *OPTIONS, torch.float32)
-    for name in ("q", "k", "v", "i", "f"):
-        dtype = () if name in "qkv" and not decoding.is_step else (CODES[x[name].dtype],)
-        assert getattr(decoding.launches[0], name) == (x[name].data_ptr(), *x[name].stride(), *dtype)
-    x["i"] = x["i"].double()
-    x["q"] = torch.zeros(B, NH, *decoding.tokens, 2 * K, dtype=torch.bfloat16)[..., ::2]
-    decoding(x, *OPTIONS, torch.float32)
-    launch = decoding.launches[1]
-    assert launch.i[4] == 0 and launch.q[x["q"].ndim] == 2
-
-
-def test_in_place(decoding: Decoding) -> None:
-    x = decoding.draw()
-    x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
-    launch = decoding.in_place(x)
-    assert launch.before == launch.after == addresses((x["c"], x["n"], x["m"]))
-    assert launch.in_place and launch.tiling[1] == 8
-
-
-def test_in_place_on_what_the_kernel_cannot_write(
-    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy is updated, and copied back; what the kernel can write is written by it."""
-    x = decoding.draw()
-    x["c"] = torch.zeros(B, NH, V, K).mT
-    x["n"] = x["n"].double()
-    written: list[Tensor] = []
-    readable = tk_step._readable
-
-    def note(t: Tensor) -> Tensor:
-        written.append(readable(t))
-        if written[-1] is not t:
-            written[-1].fill_(3.0)
-        return written[-1]
-
-    monkeypatch.setattr(tk_step, "_readable", note)
-    launch = decoding.in_place(x)
-    assert launch.before == launch.after == addresses(tuple(written)) and launch.before[3:] == (0, 0, 0)
-    assert [float(x[name].mean()) for name in "cnm"] == [3.0, 3.0, 0.0]
-    assert launch.before[2] == x["m"].data_ptr()
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_sigmoid_gate_has_no_m(normalize: bool, decoding: Decoding) -> None:
-    *_, m = decoding(decoding.draw(), True, normalize, 1e-6, torch.float32)
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+def test_tokens_are_read_where_they_lie(tokens: Any, decoding: Decoding) -> None:
+    """Any strides: a fused projection, the end of a longer sequence, every second number, gates of one."""
+    x = draw(tokens)
+    fused = torch.cat([x["q"], x["k"], x["v"]], -1).transpose(1, -2).contiguous().transpose(1, -2)
+    views = dict(zip("qkv", fused.split((K, K, V), -1), strict=True))
+    views["i"] = torch.cat([x["i"], x["i"]], -1)[..., x["i"].shape[-1] :]
+    views["f"] = x["f"][:1, :1, :1].half().expand_as(x["f"])
+    check(x | views)
     (launch,) = decoding.launches
-    assert m is None and launch.before[2] == launch.after[2] == 0
-    assert (launch.sigmoid_gate, launch.normalize) == (True, normalize)
+    for name, y in views.items():
+        assert getattr(launch, name)[: 1 + y.dim()] == (y.data_ptr(), *y.stride())
+    check(x | {"q": x["q"].repeat_interleave(2, -1)[..., ::2], "i": x["i"].double()})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, decoding: Decoding) -> None:
-    x = decoding.draw(state=dtype)
-    x["c"] = torch.zeros(B * NH * K * V + 1, dtype=dtype)[1:].view(B, NH, K, V)  # shifted by one number
-    assert decoding.in_place(x).tiling[1] == 1
-    x["c"], x["v"] = torch.zeros(B, NH, K, 31, dtype=dtype), x["v"][..., :31].contiguous()
-    assert decoding.in_place(x).tiling[1] == 1
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_vectors_do_not_fit(tokens: Any, dtype: torch.dtype, decoding: Decoding) -> None:
+    check(draw(tokens, state=dtype, dim_v=31))
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 114, 132])
@@ -209,23 +139,13 @@ def test_slices_of_a_head(multiprocessors: int) -> None:
     for width, dim_v in itertools.product((1, 4, 8), range(1, MAX_DIM_V + 1)):
         if dim_v % width:
             continue
-        batches = (1, 8, 64, 4096)
+        batches, columns = (1, 8, 64, 4096), 8 * max(width, 4)
         lanes = [tk_step._lanes(heads, dim_v, width, multiprocessors) for heads in batches]
         warps = [tk_sequence._warps(heads, dim_v, width, multiprocessors) for heads in batches]
         assert lanes == sorted(lanes) and {*lanes} <= {1, 2, 4, 8, 16, 32}
-        assert warps == sorted(warps) and {*warps} <= {1, 2, 4, 8}
-        assert lanes[-1] >= 16 or lanes[-1] * width >= dim_v
-        columns = 8 * max(width, 4)
-        assert warps[-1] == 2 or columns >= dim_v
-        assert all(count * columns <= 128 for count in warps)
+        assert warps == sorted(warps) and {*warps} <= {1, 2}
         for of_slice in (*(count * width for count in lanes), *(count * columns for count in warps)):
             assert -(-dim_v // of_slice) <= MAX_SLICES
-    assert tk_step._lanes(8, 512, 4, 132) == 8  # 128 CTAs
-    assert tk_step._lanes(8, 512, 8, 132) == 4
-    assert tk_step._lanes(512, 512, 4, 132) == 16
-    assert tk_step._lanes(512, 512, 1, 132) == 32  # 16 slices
-    assert tk_sequence._warps(8, 512, 4, 132) == 1  # 128 CTAs
-    assert tk_sequence._warps(512, 512, 4, 132) == 2
 
 
 # support

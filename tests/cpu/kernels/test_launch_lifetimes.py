@@ -37,8 +37,8 @@ def test_gates_in_float64(
 
     kernels = SimpleNamespace(mlstm_step=launch, mlstm_sequence=launch)
     monkeypatch.setattr(module.build, "load", lambda *of: kernels)
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(module, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "current_stream", lambda device: 0)
     q, k = (torch.randn(B, NH, *tokens, K) for _ in range(2))
     v = torch.randn(B, NH, *tokens, V)
     gates = [torch.randn(B, NH, *(tokens or (1,)), dtype=torch.float64) for _ in range(2)]

@@ -9,19 +9,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+import tfla_tk
 from tfla_tk import build
-from tfla_tk.backends.tk.channel_gate import backward as gla_backward
-from tfla_tk.backends.tk.channel_gate import call as gla_call
-from tfla_tk.backends.tk.channel_gate import launch as gla
-from tfla_tk.backends.tk.delta_rule import call as delta_call
-from tfla_tk.backends.tk.delta_rule import inputs as delta_inputs
-from tfla_tk.backends.tk.delta_rule import launch as delta
-from tfla_tk.backends.tk.scalar_gate import backward, forward, scalar_decay, sequence, step
+from tfla_tk.backends.tk.scalar_gate import forward
 from tfla_tk.build import Instance, Launcher
 from tfla_tk.build.instances import (
     CHUNKWISE,
@@ -33,10 +28,8 @@ from tfla_tk.build.instances import (
     mlstm_bwd_gates,
     mlstm_bwd_rows,
 )
-from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.calls.gla import GLACore
-from tfla_tk.core.memo import Memo
 
+from .calls import MODULES, OPS, Op, Tensors, forget_calls, results, take_tensors_for_a_gpus
 from .compiled import Compiler
 from .recorded import RecordedLauncher
 from .stand_in import pretend_a_gpu
@@ -44,16 +37,7 @@ from .stand_in import pretend_a_gpu
 # every instance is to be asked for
 pytestmark = pytest.mark.product
 
-MODULES = (
-    *(forward, backward, step, sequence, gla_call, gla, gla_backward),
-    *(delta_call, delta, delta_inputs),
-)
-MEMOS = (
-    *itertools.product((forward, gla, delta), ["_forwards"]),
-    *itertools.product((backward, gla_backward, delta), ["_backwards"]),
-)
-HALVES = (False, True)
-KINDS = tuple(itertools.product(HALVES, (False, True)))  # half, packed
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="session")
@@ -61,11 +45,11 @@ def recorded(compiler: Compiler) -> Callable[[Launcher], RecordedLauncher]:
     return compiler.recorded
 
 
-Calls = Callable[[], AbstractContextManager[None]]
+Compared = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture
-def calls(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.MonkeyPatch) -> Calls:
+def compared(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.MonkeyPatch) -> Compared:
     """Around calls: what they have loaded is compared with what they have launched."""
     loaded: dict[Launcher, set[Instance]] = {}
 
@@ -74,13 +58,13 @@ def calls(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.
         return recorded(launcher).module
 
     monkeypatch.setattr(build, "load", load)
+    take_tensors_for_a_gpus(monkeypatch)
     pretend_a_gpu(monkeypatch, *MODULES, stream=0)
 
     @contextmanager
     def compared() -> Iterator[None]:
         loaded.clear()
-        for module, memo in MEMOS:
-            monkeypatch.setattr(module, memo, Memo())
+        forget_calls()
         yield
         assert loaded
         for launcher, instances in loaded.items():
@@ -96,143 +80,72 @@ def calls(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.
     return compared
 
 
-def dtype_of(half: bool) -> torch.dtype:
-    return torch.float16 if half else torch.bfloat16
+def zeros(
+    op: Op, dims: tuple[int, int], tokens: int, heads: int, group: int, dtype: torch.dtype, packed: bool
+) -> Tensors:
+    def of(heads: int, *dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shape = (1, heads, tokens) if op.is_mlstm else (1, tokens, heads)
+        return torch.zeros(*shape, *dims, dtype=dtype)
+
+    x = {name: of(heads // group, dims[0], dtype=dtype) for name in "qk"} | {
+        "v": of(heads, dims[1], dtype=dtype)
+    }
+    x |= {name: of(heads, *dims[:1] if op.name == "chunk_gla" else ()) for name in op.gates}
+    offsets = {"cu_seqlens": torch.tensor([0, tokens // 3, tokens // 3, tokens])}
+    return x | offsets if packed else x
 
 
-def offsets_of(tokens: int, packed: bool) -> Tensor | None:
-    return torch.tensor([0, tokens // 3, tokens // 3, tokens]) if packed else None
+# tokens, of which many are cut, heads, and heads that share one of q and k
+SIZES = {op: [(130, 2, 1), (9000, 2, 1)] for op in OPS}
+SIZES["gla"] += [(130, 100, 1)]
+SIZES["delta"] += [(130, 4, 2), (130, 16, 8), (130, 200, 1)]
+DIMS = [
+    *((16, 16), (64, 80), (64, 128), (64, 512), (80, 48), (96, 256), (128, 64), (128, 128), (128, 192)),
+    *((128, 256), (128, 320), (256, 64), (256, 144), (256, 512)),
+]
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
-@pytest.mark.parametrize("tokens", [130, 9000])
-@pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
-@pytest.mark.parametrize(
-    "dims", [(16, 16), (64, 80), (64, 512), (80, 48), (128, 128), (128, 256), (256, 64), (256, 512)], ids=str
-)
-def test_mlstm(
-    dims: tuple[int, int],
-    gate: str,
-    tokens: int,
-    calls: Calls,
-) -> None:
-    """Long sequences are cut. With narrow head dims every forward leaves states."""
-    for half, packed in KINDS:
-        with calls():
-            q, v = (torch.zeros(1, 2, tokens, dim, dtype=dtype_of(half)) for dim in dims)
-            f, offsets = torch.zeros(1, 2, tokens), offsets_of(tokens, packed)
-            options = (gate != "exp", gate != "sig_unnormalised", 1e-6)
-            inputs = (q, q, v, f, f, None, None, None, offsets)
-            h, _, _, _, *rows, states = forward.mlstm_fwd(*inputs, *options, False, True, False, True)
-            assert (states is not None) == (tokens > 1000 or max(dims) <= 128)
-            for kept in {states, None}:
-                backward.mlstm_bwd(
-                    *inputs, h, *rows, None, None, torch.zeros_like(h), None, None, *options, False, kept
-                )
-
-
-@pytest.mark.parametrize("tokens", [130, 9000])
-@pytest.mark.parametrize(
-    "dims", [(16, 16), (64, 80), (80, 48), (128, 128), (128, 256), (256, 64), (256, 512)], ids=str
-)
-def test_a_scalar_decay(dims: tuple[int, int], tokens: int, calls: Calls) -> None:
-    for half, packed in KINDS:
-        with calls():
-            q, v = (torch.zeros(1, tokens, 2, dim, dtype=dtype_of(half)) for dim in dims)
-            x = (q, q, v, torch.zeros(1, tokens, 2), None, offsets_of(tokens, packed))
-            scalar_decay.simple_gla_fwd(*x, 0.5, False)
-            for needs_dg in (True, False):
-                scalar_decay.simple_gla_bwd(*x, None, v, None, 0.5, needs_dg)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in OPS for sizes in SIZES[name]], ids=str)
+def test_calls(name: str, dims: tuple[int, int], sizes: tuple[int, int, int], compared: Compared) -> None:
+    """Both directions, with gradients of gates and without, and a forward alone."""
+    op = OPS[name]
+    for dtype, packed in itertools.product(HALVES, (False, True)):
+        x = zeros(op, dims, *sizes, dtype, packed)
+        with compared():
+            for options in ({}, RAW) if name == "delta" else ({},):
+                for without in ((), op.gates):
+                    results(op, x, without=without, **options)
+            with torch.no_grad():
+                getattr(tfla_tk, op.name)(**x, **dict(op.options), backend="tk")
 
 
 @pytest.mark.parametrize("tile", [(128, 256), (256, 128)], ids=str)
-def test_mlstm_without_overlap(tile: tuple[int, int], calls: Calls) -> None:
-    for half in HALVES:
-        with calls():
-            q, v = (torch.zeros(1, 2, 130, dim, dtype=dtype_of(half)) for dim in tile)
-            f = torch.zeros(1, 2, 130)
-            forward.run(
-                (q, q, v, f, f, *[None] * 4),
-                forward.Options(False, True, 1e-6, False, False, sequential=True),
-            )
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mlstm_without_overlap(tile: tuple[int, int], dtype: torch.dtype, compared: Compared) -> None:
+    with compared():
+        q, v = (torch.zeros(1, 2, 130, dim, dtype=dtype) for dim in tile)
+        f = torch.zeros(1, 2, 130)
+        options = forward.Options(False, True, 1e-6, False, False, sequential=True)
+        forward.run((q, q, v, f, f, *[None] * 4), options)
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
 
 
 @pytest.mark.parametrize("tokens", [(), (3,), (16,)], ids=["step", "few", "more"])
 @pytest.mark.parametrize("after", DTYPES, ids=str)
-def test_decoding(
-    after: torch.dtype,
-    tokens: tuple[int, ...],
-    calls: Calls,
-) -> None:
+def test_decoding(after: torch.dtype, tokens: tuple[int, ...], compared: Compared) -> None:
     """By vectors and by numbers."""
-    decode = sequence.mlstm_sequence if tokens else step.mlstm_step
+    function: Any = tfla_tk.mlstm_sequence if tokens else tfla_tk.mlstm_step
     for dtype, before in itertools.product(DTYPES, DTYPES):
-        with calls():
+        with compared():
             for dim_v in (64, 63):
                 q, v = (torch.zeros(1, 2, *tokens, dim, dtype=dtype) for dim in (32, dim_v))
                 gate = torch.zeros(1, 2, *(tokens or (1,)))
                 state = [torch.zeros(1, 2, *shape, dtype=before) for shape in ((32, dim_v), (32,), (1,))]
-                decode(q, q, v, gate, gate, *state, False, True, 1e-6, after)
-
-
-@pytest.mark.parametrize(("tokens", "heads"), [(130, 2), (4000, 2), (130, 100)])
-@pytest.mark.parametrize("dims", [(16, 16), (64, 128), (128, 64), (128, 192), (96, 256), (256, 512)], ids=str)
-def test_gla(
-    dims: tuple[int, int],
-    tokens: int,
-    heads: int,
-    calls: Calls,
-) -> None:
-    for half, packed in KINDS:
-        with calls():
-            q, v = (torch.zeros(1, tokens, heads, dim, dtype=dtype_of(half)) for dim in dims)
-            core = GLACore(q, q, v, torch.zeros(q.shape), None, offsets_of(tokens, packed), 0.5, False)
-            _, _, kept = gla.forward(core, output_final_state=True, keep=True)
-            for of_forward, needs_gates in itertools.product((kept, None), (False, True)):
-                gla.backward(core, of_forward, v, None, needs_gates=needs_gates)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "heads", "group"), [(130, 2, 1), (9000, 2, 1), (130, 4, 2), (130, 16, 8), (130, 200, 1)]
-)
-@pytest.mark.parametrize(
-    "dims", [(16, 16), (64, 128), (128, 64), (128, 128), (128, 320), (256, 144)], ids=str
-)
-def test_the_delta_rule(
-    dims: tuple[int, int],
-    tokens: int,
-    heads: int,
-    group: int,
-    calls: Calls,
-) -> None:
-    """With gates and without, its inputs raw or made."""
-    for half, packed in KINDS:
-        with calls():
-            dtype = dtype_of(half)
-            q = torch.zeros(1, tokens, heads // group, dims[0], dtype=dtype)
-            v, beta = torch.zeros(1, tokens, heads, dims[1], dtype=dtype), torch.zeros(1, tokens, heads)
-            for g, raw in ((beta, False), (None, False), (beta, True)):
-                core = DeltaRuleCore(
-                    q,
-                    q,
-                    v,
-                    g,
-                    beta,
-                    None,
-                    None,
-                    None,
-                    offsets_of(tokens, packed),
-                    0.5,
-                    raw,
-                    raw,
-                    False,
-                    False,
-                )
-                _, _, kept = delta.forward(core, output_final_state=True, keep=True)
-                delta.forward(core, output_final_state=False, keep=False)
-                delta.backward(core, kept, v, None, needs_gates=g is not None)
+                function(q, q, v, gate, gate, *state, dtype_state=after, backend="tk")
 
 
 # A launcher and the instances of it

@@ -11,28 +11,14 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import build, delta_rule, gla, mlstm, simple_gla
-from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.channel_gate import backward as gla_backward
-from tfla_tk.backends.tk.channel_gate import call as gla_call
-from tfla_tk.backends.tk.channel_gate import launch as gla_launch
-from tfla_tk.backends.tk.delta_rule import call as delta_call
-from tfla_tk.backends.tk.delta_rule import launch as delta_launch
-from tfla_tk.backends.tk.scalar_gate import backward, forward, walks
+from tfla_tk import build
 from tfla_tk.core.memo import LIMIT
-from tfla_tk.core.support import SUPPORTED
 
+from .calls import MODULES, OPS, Op, forget_calls, take_tensors_for_a_gpus
 from .stand_in import pretend_a_gpu
 
 HEADS, DIM = 2, 64
-OPS = {
-    "mlstm_chunkwise": mlstm._chunkwise,
-    "chunk_simple_gla": simple_gla._path,
-    "chunk_gla": gla._path,
-    "chunk_gated_delta_rule": delta_rule._path,
-}
-MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch)]
-MEMOS += [x._backwards for x in (backward, gla_backward, delta_launch)]
+EVERY = pytest.mark.parametrize("op", [OPS[name] for name in ("exp", "decay", "gla", "delta")], ids=str)
 
 
 class Launcher:
@@ -49,42 +35,33 @@ def passes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launcher = Launcher()
     monkeypatch.setattr(build, "load", lambda *wanted: launcher)
     monkeypatch.setattr(build, "launches", lambda prepared: lambda starts, stream: None)
-    monkeypatch.setattr(device, "supports", lambda *key: SUPPORTED)
-    monkeypatch.setattr(device, "load", lambda *key: SUPPORTED)
-    monkeypatch.setattr(refusals, "of_operands", lambda call: None)
-    modules = (forward, backward, walks, gla_call, gla_launch, gla_backward, delta_call, delta_launch)
-    pretend_a_gpu(monkeypatch, *modules)
-    forget_calls()
+    take_tensors_for_a_gpus(monkeypatch)
+    pretend_a_gpu(monkeypatch, *MODULES)
     yield
     forget_calls()
 
 
-def forget_calls() -> None:
-    for memo in (*MEMOS, *(path.plans for path in OPS.values())):
-        memo.clear()
-
-
-def packed(op: str, tokens: int, sequences: int, *, trains: bool = False) -> tuple[list[torch.Tensor], Any]:
+def packed(op: Op, tokens: int, sequences: int, *, trains: bool = False) -> tuple[list[torch.Tensor], Any]:
     """q, k, v and gates of a call of so many tokens, and the offsets of its sequences."""
 
     def empty(*dims: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        shape = (1, HEADS, tokens) if op == "mlstm_chunkwise" else (1, tokens, HEADS)
+        shape = (1, HEADS, tokens) if op.is_mlstm else (1, tokens, HEADS)
         return torch.empty(*shape, *dims, dtype=dtype, requires_grad=trains)
 
     x = [empty(DIM, dtype=torch.bfloat16) for _ in range(3)]
-    x += [empty(DIM)] if op == "chunk_gla" else [empty()] * (1 if op == "chunk_simple_gla" else 2)
+    x += [empty(DIM)] if op.name == "chunk_gla" else [empty()] * len(op.gates)
     return x, torch.arange(sequences + 1) * tokens // sequences
 
 
-def run(op: str, x: list[torch.Tensor], offsets: torch.Tensor) -> None:
+def run(op: Op, x: list[torch.Tensor], offsets: torch.Tensor) -> None:
     """Forward and, where a gradient is recorded, backward."""
-    out = getattr(tfla_tk, op)(*x, cu_seqlens=offsets, backend="tk")
+    out = getattr(tfla_tk, op.name)(*x, cu_seqlens=offsets, backend="tk")
     o = out[0] if isinstance(out, tuple) else out
     if o.requires_grad:
         torch.autograd.grad(o, list(dict.fromkeys(x)), o)
 
 
-def functions_called_by(op: str, *arguments: Any) -> int:
+def functions_called_by(op: Op, *arguments: Any) -> int:
     """Functions in Python that run for a call: its time, but for how busy the machine is."""
     count = 0
 
@@ -100,20 +77,20 @@ def functions_called_by(op: str, *arguments: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_call_of_new_lengths_is_planned_in_few_steps(op: str) -> None:
+@EVERY
+def test_a_call_of_new_lengths_is_planned_in_few_steps(op: Op) -> None:
     """tests/gpu/test_new_lengths.py has the time. Twice as many take more than it allows."""
     run(op, *packed(op, 500, 3, trains=True))
     drawn = [packed(op, 1000 + tokens, 2 + tokens % 7, trains=True) for tokens in range(50)]
     most = max(functions_called_by(op, *x) for x in drawn)
-    assert most < (1000 if op == "chunk_gated_delta_rule" else 750)
+    assert most < (1000 if op.name == "chunk_gated_delta_rule" else 750)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_lengths_that_the_memo_has_forgotten_push_out_one_another_alone(op: str) -> None:
+@EVERY
+def test_lengths_that_the_memo_has_forgotten_push_out_one_another_alone(op: Op) -> None:
     for tokens in range(LIMIT + 10):
         run(op, *packed(op, 1000 + tokens, 2))
-    assert len(OPS[op].plans) == LIMIT
+    assert len(op.path.plans) == LIMIT
     latest = packed(op, 1000 + LIMIT + 9, 2)
     assert functions_called_by(op, *latest) < 60
     # of the lengths before them all but the oldest are known

@@ -15,20 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tfla_tk
 from tfla_tk import UnsupportedError, build
 from tfla_tk.backends.tk import device
-from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import Instance, Launcher, cache
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import dispatch
-from tfla_tk.core.memo import Memo
 from tfla_tk.core.support import Support
 
-from .backward_emulation import BackwardFormulas
-from .forward_emulation import ForwardFormulas
-from .stand_in import launch_instead
+from .calls import OPS, Op, draw, results
+from .stand_in import Kernels
 
 CALL = MLSTMCall(
     device=torch.device("cuda", 0),
@@ -244,7 +240,8 @@ GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
 
 def needed_by(kernel: str, call: MLSTMCall) -> list[Instance]:
     """The machine code that is loaded before such a call."""
-    return list(tk._kernels_of(*tk._kernel_key(kernel, call))[1])
+    kernels_of, *key = tk.kernels_for(kernel, call)
+    return list(kernels_of(*key)[1])
 
 
 @pytest.fixture
@@ -267,42 +264,20 @@ def fail_to_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[Inst
     return tried
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("op", [OPS["sig"], OPS["sig unnormalised"]], ids=["normalised", "unnormalised"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim_v", [16, 80, 192, 272, 512])
 @pytest.mark.parametrize("dim_qk", [16, 80, 192, 256])
 def test_what_a_call_launches_is_loaded_before(
-    dim_qk: int,
-    dim_v: int,
-    dtype: torch.dtype,
-    normalize: bool,
-    backward_formulas: BackwardFormulas,
-    monkeypatch: pytest.MonkeyPatch,
+    dim_qk: int, dim_v: int, dtype: torch.dtype, op: Op, kernels: Kernels
 ) -> None:
     """By a call that was supported: nothing is compiled between two launches."""
-    forward = ForwardFormulas()
-    forward.computes = backward_formulas.computes = False
-    tensors = [torch.zeros(1, 2, 70, dim, dtype=dtype) for dim in (dim_qk, dim_qk, dim_v)]
-    gates = [torch.zeros(1, 2, 70) for _ in "if"]
-    options = (True, normalize, 1e-6)
-    call = replace(
-        CALL,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
-        dtype=dtype,
-        normalize=normalize,
-        sigmoid_gate=True,
-        requires_grad=True,
-    )
-    given = (*tensors, *gates, None, None, None, None)
-    row_n = torch.zeros(1, 2, 70) if normalize else None
-    tk_backward.mlstm_bwd(*given, tensors[2], row_n, None, None, None, None, tensors[2], None, None, *options)
-    launch_instead(monkeypatch, forward, tk_forward)
-    monkeypatch.setattr(tk_forward, "_forwards", Memo())
-    tk_forward.mlstm_fwd(*given, *options, False, True)
-    launched = {*forward.loaded, *backward_formulas.loaded}
+    kernels.computes = False
+    results(op, draw(op, (dim_qk, dim_v), dtype=dtype))
+    call = replace(CALL, dim_qk=dim_qk, dim_v=dim_v, dtype=dtype, sigmoid_gate=True, requires_grad=True)
+    call = replace(call, normalize=op is OPS["sig"])
     for kernel in ("mlstm", "mlstm_step"):
-        assert set(needed_by(kernel, call)) == launched
+        assert set(needed_by(kernel, call)) == {*kernels.loaded}
 
 
 @pytest.mark.parametrize("kernel", KINDS)
@@ -310,7 +285,8 @@ def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, held = KINDS[kernel], list[Instance | Launcher]()
-    launcher, needed = tk._kernels_of(*tk._kernel_key(kernel, call))
+    kernels_of, *key = tk.kernels_for(kernel, call)
+    launcher, needed = kernels_of(*key)
     monkeypatch.setattr(build, "check_cache", lambda: False)
     monkeypatch.setattr(build, "is_cached", lambda artifact: artifact in held)
     for missing in (launcher, *needed):

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tfla_tk.core.checks import fail, shown_name
+from tfla_tk.core.layout import FORMS
+from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import delta_rule as delta_rule_ops
+from tfla_tk.ops import gla as gla_ops
+from tfla_tk.ops import simple_gla as simple_gla_ops
 
-from torch import Tensor
-
-from tfla_tk.backends.reference.common import form_of, has_no_values, supports_form
-from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
-from tfla_tk.core.support import Support
-from tfla_tk.ops import simple_gla as ops
+simple_gla = simple_gla_ops.ops.serve_by_reference
+delta_rule = delta_rule_ops.ops.serve_by_reference
+gla = gla_ops.ops.serve_by_reference
 
 
-def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+def supports_form(call: object, variant: str | None = None) -> Support:
     """Everything is supported; ValueError for a variant that is no form."""
-    return supports_form(variant)
+    if variant is not None and variant not in FORMS:
+        known = [f"reference:{name}" for name in FORMS]
+        fail("backend", " or ".join(map(repr, known)), shown_name(f"reference:{variant}", known))
+    return SUPPORTED
 
 
-def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """o [B, T, HV, V] and the final state, None unless asked for.
-
-    Args:
-        tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
-    """
-    form = form_of(call, variant)
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    if has_no_values(cu_seqlens):
-        return ops.packed_simple_gla(call, form, *tensors)
-    o, last = ops.in_form(
-        form,
-        call.chunk_size,
-        q,
-        k,
-        v,
-        g,
-        g_gamma,
-        initial_state,
-        cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
-        scale=call.scale,
-        output_final_state=call.output_final_state,
-        state_v_first=call.state_v_first,
-    )
-    # computed in the widest dtype of the inputs
-    last = as_dtype(last, state_dtype(q))
-    # without a token it may be the initial state itself
-    return o, last.clone() if last is not None and call.seq == 0 else last
+supports_simple_gla = supports_delta_rule = supports_gla = supports_form

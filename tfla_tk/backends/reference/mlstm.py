@@ -6,18 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.backends.reference.common import has_no_values, supports_form
+from tfla_tk.backends.reference.linear import supports_form
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import state_dtype
+from tfla_tk.core.memo import has_no_values
 from tfla_tk.core.support import SUPPORTED, Support
-from tfla_tk.ops import mlstm_decode, mlstm_packed
+from tfla_tk.ops import mlstm as ops
+from tfla_tk.ops import mlstm_decode
 from tfla_tk.ops import mlstm_reference as forms
 
-
-def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Everything is supported; ValueError for a variant that is no form."""
-    return supports_form(variant)
+supports_mlstm = supports_form
 
 
 def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -29,16 +28,10 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
     form = variant or "chunkwise"
     cu_seqlens = tensors[-1]
     if has_no_values(cu_seqlens):
-        h, last = mlstm_packed.packed_mlstm(call, form, tensors)
+        h, last = ops.packed_mlstm(call, form, tensors)
     else:
-        h, last = forms.apply(
-            tensors,
-            form=form,
-            chunk_size=call.chunk_size,
-            sigmoid_gate=call.sigmoid_gate,
-            normalize=call.normalize,
-            eps=call.eps,
-        )
+        options = call.sigmoid_gate, call.normalize, call.eps
+        h, last = forms.apply(tensors, form, call.chunk_size, *options)
     # computed in the widest dtype of the inputs
     dtype = state_dtype(tensors[0])
     last = tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
@@ -62,9 +55,9 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`mlstm_reference.decode` of q, k, v, i, f, c, n, m, with the state stored as the call says."""
-    q, k, v, i, f, c, n, m = tensors
-    m = None if call.sigmoid_gate else m
-    h, state = forms.decode(q, k, v, i, f, c, n, m, normalize=call.normalize, eps=call.eps)
+    *others, m = tensors
+    read = *others, None if call.sigmoid_gate else m
+    h, state = forms.decode(read, call.normalize, call.eps)
     return h, mlstm_decode.stored(call, state, tensors[5:])
 
 

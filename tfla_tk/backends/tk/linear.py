@@ -1,60 +1,77 @@
-"""The operators in [B, T, H, D] on the ThunderKittens kernels: what the registry finds of them here."""
+"""The operators in [B, T, H, D] on the ThunderKittens kernels: what the registry finds of them here.
+
+The kernels of a family are a package beside this module: scalar_gate of simple GLA, delta_rule, channel_gate
+of GLA. Its `support` says which calls they serve, and loads them; the family's ops find what launches them.
+A few tokens without gradients are served by the decoding kernels of all families (recurrent.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from tfla_tk.backends.tk import recurrent
-from tfla_tk.backends.tk.scalar_gate import support
+from tfla_tk.backends.tk import device, recurrent
+from tfla_tk.backends.tk.channel_gate import support as gla_support
+from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
+from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
+from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_plain
-from tfla_tk.core.support import Support
-from tfla_tk.ops import recurrent as recurrent_ops
-from tfla_tk.ops import simple_gla as ops
+from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import delta_rule as delta_rule_ops
+from tfla_tk.ops import gla as gla_ops
+from tfla_tk.ops import recurrent as steps
+from tfla_tk.ops import simple_gla as simple_gla_ops
+from tfla_tk.ops.linear import LinearOps, Result
 
-__all__ = ["load", "prepare_simple_gla", "simple_gla", "supports_simple_gla"]
+
+def _with_steps(
+    kernel: str, supports: Callable[..., Support], chunkwise: LinearOps
+) -> tuple[Callable[..., Support], Callable[..., Result], Callable[..., Any]]:
+    """What the registry wants of a family, supports_<kernel>, <kernel> and prepare_<kernel>, of that of its
+    chunk kernels."""
+
+    def supports_either(call: LinearCall, variant: str | None = None) -> Support:
+        return recurrent.supports(call, variant) if recurrent.serves(call) else supports(call, variant)
+
+    def serve(call: LinearCall, variant: str | None, *tensors: Any) -> Result:
+        if recurrent.serves(call):
+            return steps.serve(kernel, call, *tensors)
+        return chunkwise.serve(call, variant, *tensors)
+
+    def prepare(call: LinearCall, variant: str | None, tensors: Sequence[Any]) -> Any:
+        if not recurrent.serves(call):
+            return chunkwise.prepare(call, variant, tensors)
+        return partial(steps.serve, kernel, call, direct=True) if is_plain(tuple(tensors)) else None
+
+    return supports_either, serve, prepare
 
 
-def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant."""
-    if recurrent.serves(call):
-        return recurrent.supports(call, variant)
-    return support.supports_simple_gla(call, variant)
+supports_simple_gla, simple_gla, prepare_simple_gla = _with_steps(
+    "simple_gla", simple_gla_support.supports_simple_gla, simple_gla_ops.ops
+)
+supports_delta_rule, delta_rule, prepare_delta_rule = _with_steps(
+    "delta_rule", delta_rule_support.supports_delta_rule, delta_rule_ops.ops
+)
+supports_gla, gla, prepare_gla = _with_steps("gla", gla_support.supports_gla, gla_ops.ops)
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, for its gradients too."""
-    return recurrent.load(call) if recurrent.serves(call) else support.load(kernel, call, variant)
+    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
+    Returns:
+        Whether the call can be served.
 
-def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """o [B, T, HV, V] and the final state, None unless asked for.
-
-    Args:
-        tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
+    Raises:
+        CaptureError: something would have to be compiled while a CUDA graph is being captured.
     """
+    if call.is_empty:
+        return SUPPORTED
     if recurrent.serves(call):
-        return _step(call, *tensors)
-    return ops.simple_gla(call, *tensors)
-
-
-def prepare_simple_gla(
-    call: LinearCall, variant: str | None, tensors: tuple[Any, ...]
-) -> Callable[..., Any] | None:
-    """`simple_gla` without the op, for plain eager calls with tensors like these."""
-    if not is_plain(tensors):
-        return None
-    if recurrent.serves(call):
-        return partial(_step, call, direct=True)
-    return ops.prepare_simple_gla(call, tensors)
-
-
-def _step(call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
-    q, k, v, g, g_gamma, state, _, state_indices = tensors
-    core = recurrent_ops.core_of(call, q, k, v, g_gamma if g is None else g, initial_state=state)
-    return recurrent_ops.serve(call, core, state_indices, direct=direct)
+        return recurrent.load(call)
+    if isinstance(call, DeltaRuleCall):
+        return device.load(*delta_rule_support.kernels_for(call))
+    if kernel == "gla":
+        return device.load(*gla_support.kernels_for(call))
+    return device.load(*simple_gla_support.kernels_for(kernel, call))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,38 +13,14 @@ from tfla_tk.backends.tk.scalar_gate.support import (
     supports_mlstm_step,
 )
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.memo import is_direct, is_plain
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
-__all__ = [
-    "load",
-    "mlstm",
-    "mlstm_sequence",
-    "mlstm_step",
-    "prepare_mlstm",
-    "prepare_mlstm_sequence",
-    "prepare_mlstm_step",
-    "supports_mlstm",
-    "supports_mlstm_sequence",
-    "supports_mlstm_step",
-]
+__all__ = ["load", "supports_mlstm", "supports_mlstm_sequence", "supports_mlstm_step"]
 
-
-def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        tensors: q, k, v of the call's dtype, i, f, c_initial, n_initial, m_initial, cu_seqlens.
-    """
-    return ops.mlstm(call, *tensors)
-
-
-def prepare_mlstm(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> Callable[..., Any] | None:
-    """`mlstm` without the op, for plain eager calls with tensors like these."""
-    return ops.prepare_mlstm(call, tensors) if is_plain(tensors) else None
+mlstm, prepare_mlstm = ops.mlstm, ops.prepare_mlstm
+mlstm_sequence, prepare_mlstm_sequence = mlstm_decode.sequence.serve, mlstm_decode.sequence.prepare
+prepare_mlstm_step = mlstm_decode.step.prepare
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -56,35 +30,11 @@ def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Ten
         tensors: q, k, v, i, f, c, n, m.
     """
     if not call.requires_grad:
-        return mlstm_decode.mlstm_step(call, *tensors)
-    h, state = _chunk_of_one(call, tensors)
-    return h, mlstm_decode.stored(call, state, tensors[5:])
-
-
-def prepare_mlstm_step(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> Callable[..., Any] | None:
-    """`mlstm_step` without the op, for plain eager calls with tensors like these; they record no gradient."""
-    return functools.partial(mlstm_decode.mlstm_step, call, direct=True) if is_direct(tensors) else None
-
-
-def mlstm_sequence(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the state after the last token; tensors and state as of `mlstm_step`."""
-    return mlstm_decode.mlstm_sequence(call, *tensors)
-
-
-def prepare_mlstm_sequence(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> Callable[..., Any] | None:
-    """`mlstm_sequence` without the op, for plain eager calls with tensors like these."""
-    return functools.partial(mlstm_decode.mlstm_sequence, call, direct=True) if is_direct(tensors) else None
-
-
-def _chunk_of_one(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The chunkwise kernel over a sequence of one token: it has gradients."""
+        return mlstm_decode.step.serve(call, variant, *tensors)
+    # the chunkwise kernel over a sequence of one token: it has gradients
     q, k, v, i, f, c, n, m = tensors
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    h, state = ops.mlstm(call, q, k, v, i, f, c, n, m, None)
+    h, state = ops.mlstm(call, variant, q, k, v, i, f, c, n, m, None)
     if call.sigmoid_gate and not call.normalize:
         state = (state[0], n)
-    return h.squeeze(2), state
+    return h.squeeze(2), mlstm_decode.stored(call, state, tensors[5:])

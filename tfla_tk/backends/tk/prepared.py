@@ -5,6 +5,7 @@ A prepared launch lacks nothing but where the tensors of a call begin (kernels/c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +32,11 @@ class Addresses:
         return self._count << ADDRESS_BITS if given else 0
 
 
+def aligned(size: int) -> int:
+    """So many bytes, up to where the next place of an allocation begins."""
+    return -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+
+
 class Scratch:
     """Places in one allocation, of what kernels of a call leave for others.
 
@@ -46,7 +52,7 @@ class Scratch:
     def take(self, size: int) -> int:
         """The prepared address of the next so many bytes; 0 for none."""
         at = self._address + self.bytes
-        self.bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        self.bytes += aligned(size)
         return at if size else 0
 
     def take_dense(self, size: tuple[int, ...], element_bytes: int) -> Operand:
@@ -86,6 +92,11 @@ class Result(NamedTuple):
     def filled(self) -> Tensor:
         """The result, once what is written is there."""
         return self.result if self.is_direct else self.result.copy_(self.written)
+
+
+def are_same(tensors: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether they are the same objects: nothing had to be copied."""
+    return all(x is y for x, y in zip(tensors, others, strict=True))
 
 
 def starts(*tensors: MaybeTensor) -> list[int]:

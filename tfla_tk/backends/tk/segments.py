@@ -42,6 +42,27 @@ FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
 BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
 
 
+def find(
+    sequences: int,
+    tokens: int,
+    ctas: int,
+    multiprocessors: int,
+    costs: Costs,
+    *,
+    packed: bool,
+    batch_invariant: bool,
+) -> Cut:
+    """The cut of sequences of `tokens` tokens each, or together where they are packed.
+
+    Args:
+        ctas, multiprocessors: as of `cut`.
+        batch_invariant: the cut follows from the length of each sequence alone.
+    """
+    if batch_invariant:
+        return cut_invariant(sequences, tokens, packed=packed)
+    return (cut_packed if packed else cut)(sequences, tokens, ctas, multiprocessors, costs)
+
+
 @functools.lru_cache(maxsize=4096)
 def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
     """The cut of `sequences` sequences of `tokens` tokens each.

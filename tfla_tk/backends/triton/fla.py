@@ -25,6 +25,7 @@ from tfla_tk.backends.triton.installation import (
     triton_version,
     unusable,
 )
+from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
@@ -49,7 +50,7 @@ FLA_OPS = {
 # those whose backward fla refuses on Hopper with some versions of Triton
 GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")
 
-_MODULE = FLA_OPS["chunk_simple_gla"]
+_MOST_KEYS = 256  # of the delta rule
 _SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
 _HALVES = (torch.float16, torch.bfloat16)
 _REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
@@ -131,40 +132,89 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
     return SUPPORTED
 
 
+def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether fla's chunk_gla serves the call correctly; ValueError for a variant but "fla"."""
+    refusal = refusal_of_call("chunk_gla", call, variant) or too_many_heads(call)
+    return refusal or verdict_on_gradients(call, gated=False)
+
+
+def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
+    """Whether fla's function serves the call correctly; ValueError for a variant but "fla"."""
+    gated = call.gate != "none"
+    found = [refusal_of_call(_op_of(call), call, variant)]
+    if not gated:
+        found.append(uneven_heads(call))
+    if call.dim_qk > _MOST_KEYS:
+        found.append(Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference"))
+    return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
+
+
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     """Import what serves a call that is supported."""
-    return load_module(_MODULE)
+    return load_module(FLA_OPS[_op_of(call)])
 
 
-def simple_gla(
-    call: LinearCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: MaybeTensor,
-    g_gamma: MaybeTensor,
-    initial_state: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    cu_seqlens_cpu: MaybeTensor,
-) -> tuple[Tensor, MaybeTensor]:
-    """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
-    options = common_options(call, initial_state, cu_seqlens) | {"state_v_first": call.state_v_first}
+def _op_of(call: LinearCall) -> str:
+    """The name of fla's function that serves a call."""
+    way = "fused_recurrent" if call.goes_by_token() else "chunk"
+    if isinstance(call, DeltaRuleCall):
+        return f"{way}_delta_rule" if call.gate == "none" else f"{way}_gated_delta_rule"
+    return f"{way}_gla" if call.gate == "channel" else f"{way}_simple_gla"
+
+
+# o [B, T, HV, V] and the final state in fp32, None unless asked for, of tensors in the order of the calls
+
+
+def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's functions for simple GLA of q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    q, k, v, g, g_gamma, *_ = tensors
     g_gamma = None if g_gamma is None else g_gamma.float()
-    if call.goes_by_token():
-        return call_fla("fused_recurrent_simple_gla", call.device, q, k, v, g, g_gamma, **options)
-    options |= {"cu_seqlens_cpu": cu_seqlens_cpu, "chunk_size": call.chunk_size}
-    return call_fla("chunk_simple_gla", call.device, q, k, v, g, g_gamma, **options)
+    options = _options(call, tensors) | {"state_v_first": call.state_v_first}
+    return call_fla(_op_of(call), call.device, q, k, v, g, g_gamma, **options)
 
 
-def common_options(call: LinearCall, initial_state: MaybeTensor, cu_seqlens: MaybeTensor) -> dict[str, Any]:
-    """What every function of fla's takes beside its operands and gates."""
-    return {
+def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's functions for GLA of q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu."""
+    options = _options(call, tensors, sized=False) | {"state_v_first": call.state_v_first}
+    return call_fla(_op_of(call), call.device, *tensors[:4], **options)
+
+
+def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's functions for the delta rule, or where there is a decay for the gated one.
+
+    Args:
+        tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
+    """
+    q, k, v, g, beta, a_log, dt_bias, *_ = tensors
+    options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
+    if call.gate == "none":
+        return call_fla(_op_of(call), call.device, q, k, v, beta, **options)
+    options |= {
+        "use_beta_sigmoid_in_kernel": call.beta_sigmoid,
+        "allow_neg_eigval": call.neg_eigval,
+        "state_v_first": call.state_v_first,
+    }
+    if call.gate == "raw":
+        options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
+    return call_fla(_op_of(call), call.device, q, k, v, g=g, beta=beta, **options)
+
+
+def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) -> dict[str, Any]:
+    """What fla's functions have in common beside their operands and gates.
+
+    Args:
+        sized: the chunkwise one has a chunk_size.
+    """
+    *_, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    options = {
         "scale": call.scale,
         "initial_state": None if initial_state is None else initial_state.float(),
         "output_final_state": call.output_final_state,
         "cu_seqlens": cu_seqlens,
     }
+    if not call.goes_by_token():
+        options |= {"cu_seqlens_cpu": cu_seqlens_cpu} | ({"chunk_size": call.chunk_size} if sized else {})
+    return options
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:

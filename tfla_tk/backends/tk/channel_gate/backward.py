@@ -21,14 +21,14 @@ from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.call import (
     Shape,
     Slice,
+    launch_segments,
     layout,
     readable,
     slices_of_k,
     slices_of_v,
 )
-from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, are_same, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -65,7 +65,7 @@ def _run(
     run = _backwards.get(key)
     if run is None:
         read, dout, last = readable(core), as_operand(do), as_state(dht)
-        if not all(x is y for x, y in zip((*core, do, dht), (*read, dout, last), strict=True)):
+        if not are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
         run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
@@ -125,8 +125,8 @@ class Backward:
         # the mirror is done when the walks over the states begin
         part_bytes = kernel.part_bytes(of, shape.walkers) if len(of_k) > 1 else 0
         sums_at = part_at = scratch.take(max(part_bytes, kernel.sums_bytes(of) if has_sums else 0))
-        d_borders_at = scratch.take(borders_bytes(shape))
-        borders_at = kept_at if kept_cut is not None else scratch.take(borders_bytes(shape))
+        d_borders_at = scratch.take(shape.borders_bytes)
+        borders_at = kept_at if kept_cut is not None else scratch.take(shape.borders_bytes)
         self._scratch_size = scratch.bytes // core.q.itemsize
 
         def mirror_of(k_of: Slice) -> Any:

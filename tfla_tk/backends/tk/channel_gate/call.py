@@ -1,4 +1,9 @@
-"""A call of gated linear attention as its kernels take it: sizes, readable tensors, slices of columns."""
+"""A call of gated linear attention as its kernels take it: sizes, readable tensors, slices of columns, and
+the launch that gives the states at the borders between segments.
+
+One allocation has, in fp32, the states at the borders [slots, heads, K, V], then the decays [slots, heads, K]
+by which they are carried from border to border. Slots are the segments less the sequences (segments.cuh).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfla_tk.backends.tk.channel_gate.segments import find_cut
+from tfla_tk import build
+from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.gla import GLACore
@@ -16,6 +23,13 @@ from tfla_tk.core.layout import Cut
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 _SLICE_V = 128  # of V, of a CTA of the forward, at most
+_FLOAT = torch.float32.itemsize
+# By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
+# are a little slower. Estimates (docs/log/gla.md, "Segments").
+_COSTS = {
+    64: segments.Costs(states_chunk=0.5, prologue=3.0, launches=4.5),
+    128: segments.Costs(states_chunk=0.45, prologue=1.5, launches=2.0),
+}
 
 
 class Shape(NamedTuple):
@@ -49,12 +63,12 @@ class Shape(NamedTuple):
             half=core.q.dtype == torch.float16,
             device=device,
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
-            cut=find_cut(
+            cut=segments.find(
                 sequences,
                 seq,
                 heads * -(-dim_v // _SLICE_V),
-                core.q.shape[3],
                 multiprocessors(device),
+                _COSTS[64 if core.q.shape[3] <= 64 else 128],
                 packed=offsets is not None,
                 batch_invariant=core.batch_invariant,
             ),
@@ -64,6 +78,16 @@ class Shape(NamedTuple):
     def with_offsets(self, address: int) -> tuple[int, ...]:
         """With the address of the offsets, 0 for none."""
         return (address, self.packed_64bit, self.sequences, *self.cut, *self[1:8])
+
+    @property
+    def borders(self) -> int:
+        """Slots for states at borders; 0 where every sequence is one segment."""
+        return self.cut.segments - self.sequences
+
+    @property
+    def borders_bytes(self) -> int:
+        """Of the allocation of the states at the borders; 0 where there are none."""
+        return self.borders * self.heads * self.dim_k * (self.dim_v + 1) * _FLOAT
 
     @property
     def walkers(self) -> int:
@@ -156,7 +180,7 @@ class Slice(NamedTuple):
 
     def of_states(self, address: int, row: int = 1) -> int:
         """Where they begin in states [N, H, K, V] in fp32, whose rows have `row` numbers; 0 for none."""
-        return address and address + self.first * row * torch.float32.itemsize
+        return address and address + self.first * row * _FLOAT
 
     def with_part(self, part_at: int) -> tuple[int, int, bool, bool]:
         """As a launch takes it, with the address of what it leaves of its sums over K for the next one."""
@@ -177,3 +201,27 @@ def slices_of_k(dim_k: int) -> list[Slice]:
 def slices_of_v(dim_v: int) -> list[Slice]:
     """Of the walks over the states, which make sums over V."""
     return slices(dim_v, max(instances.GLA_STATES_TILES))
+
+
+def launch_segments(
+    shape: Shape,
+    offsets_at: int,
+    operands: tuple[Operand, Operand, Operand, int],
+    entering_at: int,
+    borders_at: int,
+    scale: float,
+    *,
+    backward: bool,
+) -> Launch:
+    """The launch that gives the states at the borders, or backward in time their gradients.
+
+    Args:
+        operands: k and v, or q and do; g and the code of its dtype.
+        entering_at: the first states, or the gradients of the last ones; 0 for none.
+    """
+    kernel = build.load(instances.GLA, instances.gla_segments(shape.dim_v, shape.half, backward))
+    states = shape.borders * shape.heads * shape.dim_k * shape.dim_v
+    decays_at = borders_at + states * _FLOAT
+    return kernel.segments(
+        shape.with_offsets(offsets_at), *operands, entering_at, borders_at, decays_at, scale, backward
+    )

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
-from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable, slices_of_k
-from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
+from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, launch_segments, layout, readable, slices_of_k
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, are_same, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
@@ -55,7 +54,7 @@ def prepare(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
     """`forward` of the tensors of all calls whose tensors lie like these."""
-    if all(x is given for x, given in zip(readable(core), core, strict=True)):
+    if are_same(readable(core), core):
         return Forward(core, output_final_state=output_final_state, keep=keep)
     options = core[6:]
     return lambda *tensors: forward(
@@ -72,7 +71,7 @@ class Forward:
         self._device, self._cut = shape.device, shape.cut
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         # of v's dtype because that need not be said to torch, which is half of the time
-        self._borders_size = borders_bytes(shape) // core.v.itemsize
+        self._borders_size = shape.borders_bytes // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.GLA, shape.walk("forward"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tfla_tk.backends.tk import device, refusals
@@ -9,7 +11,7 @@ from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.layout import Cut
-from tfla_tk.core.support import SUPPORTED, Support, together
+from tfla_tk.core.support import Support, together
 
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -25,7 +27,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
             _refusal_of_value_heads(call),
         )
         or refusals.of_count("heads", call.sequences * call.heads)
-        or device.supports(call.device, _kernels_of, *_key(call))
+        or device.supports(call.device, *kernels_for(call))
     )
 
 
@@ -35,22 +37,11 @@ def _refusal_of_value_heads(call: LinearCall) -> Support | None:
     return Support(False, f"v has {call.value_heads} heads, q and k {call.heads}", "repeat q, k and g")
 
 
-def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
-
-    Returns:
-        Whether the call can be served.
-
-    Raises:
-        CaptureError: something would have to be compiled while a CUDA graph is being captured.
-    """
-    return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
-
-
-def _key(call: LinearCall) -> tuple[int, int, bool, bool]:
-    """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
+def kernels_for(call: LinearCall) -> tuple[Any, ...]:
+    """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
+    sizes as symbols."""
     dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-    return *dims, call.dtype == torch.float16, call.requires_grad
+    return _kernels_of, *dims, call.dtype == torch.float16, call.requires_grad
 
 
 def _kernels_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> device.Kernels:

@@ -12,10 +12,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.support import SUPPORTED, Support, together
-
-# what the kernels make themselves of the raw inputs
-NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
+from tfla_tk.core.support import Support, together
 
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
@@ -31,32 +28,20 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
             refusals.of_scale(call),
         )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or device.supports(call.device, _kernels_of, *_key(call))
+        or device.supports(call.device, *kernels_for(call))
     )
 
 
-def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
-
-    Returns:
-        Whether the call can be served.
-
-    Raises:
-        CaptureError: something would have to be compiled while a CUDA graph is being captured.
-    """
-    return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
-
-
-def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
-    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as
-    symbols."""
+def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
+    """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
+    torch.compile has sizes as symbols."""
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
     symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
     if symbolic or call.device.index is None:
-        return dims, options, None
-    return dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
+        return _kernels_of, dims, options, None
+    return _kernels_of, dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
 
 
 def _kernels_of(

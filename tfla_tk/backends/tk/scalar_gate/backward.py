@@ -22,8 +22,7 @@ begins a segment, or, for dq, the forward has left it. The one walk needs the gr
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,13 +35,14 @@ from tfla_tk.backends.tk.operands import (
     Operand,
     as_operand,
     as_state,
+    current_stream,
     descriptor_strides,
+    multiprocessors,
 )
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
-from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
-from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.backends.tk.prepared import Addresses, are_same, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches
+from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.walks import (
     Sizes,
@@ -54,223 +54,178 @@ from tfla_tk.backends.tk.scalar_gate.walks import (
 )
 from tfla_tk.build import instances
 from tfla_tk.calls.mlstm import MaybeGrads
-from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
 
-# q, k, v, i, f, c_initial, n_initial, cu_seqlens,
-# h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last
-Tensors: TypeAlias = tuple[Any, ...]
 
-# of the first seven: dq, dk, dv, di, df, dc_initial, dn_initial
-Gradients: TypeAlias = tuple[Any, ...]
+class Tensors(NamedTuple):
+    """What a backward reads: the inputs of tfla_tk::mlstm_bwd; None for what there is not.
 
-_NO_GATE = (0, 0, 0, 0, 0)
-
-
-class Options(NamedTuple):
-    """What calls of a kind have in common beside how their tensors lie.
-
-    Attributes:
-        scale: of q k^T.
-        needs_df: without it di and df come back as None.
-        decay, heads_last: as in `forward.Options`.
-        batch_invariant: nothing of a sequence's results depends on what else is in the call.
+    With a decay there is no i, and f is its natural log; q and k may have fewer heads than v, each shared by
+    as many neighbouring heads of v. h is read with a normaliser alone.
     """
 
-    sigmoid_gate: bool
-    normalize: bool
-    eps: float
-    scale: float
-    needs_df: bool = True
-    decay: bool = False
-    heads_last: bool = False
-    batch_invariant: bool = False
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: MaybeTensor
+    f: Tensor
+    c_initial: MaybeTensor
+    n_initial: MaybeTensor
+    m_initial: MaybeTensor
+    cu_seqlens: MaybeTensor
+    h: Tensor
+    row_n: MaybeTensor
+    row_m: MaybeTensor
+    chunk_m: MaybeTensor
+    c_last: MaybeTensor
+    n_last: MaybeTensor
+    dh: Tensor
+    dc_last: MaybeTensor
+    dn_last: MaybeTensor
+
+    def readable(self) -> Tensors:
+        """As they lie where the kernels can take them so, else copies."""
+        return self._replace(
+            q=as_operand(self.q),
+            k=as_operand(self.k),
+            v=as_operand(self.v),
+            c_initial=as_state(self.c_initial),
+            n_initial=as_state(self.n_initial),
+            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.contiguous(),
+            h=as_operand(self.h),
+            c_last=as_state(self.c_last),
+            n_last=as_state(self.n_last),
+            dh=as_operand(self.dh),
+            dc_last=as_state(self.dc_last),
+            dn_last=as_state(self.dn_last),
+        )
+
+    @property
+    def with_gradients(self) -> tuple[Any, ...]:
+        """q, k, v, i, f, c_initial, n_initial."""
+        return self[:7]
 
 
-def mlstm_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    h: Tensor,
-    row_n: MaybeTensor,
-    row_m: MaybeTensor,
-    chunk_m: MaybeTensor,
-    c_last: MaybeTensor,
-    n_last: MaybeTensor,
-    dh: Tensor,
-    dc_last: MaybeTensor,
-    dn_last: MaybeTensor,
+# dq, dk, dv, di, df, dc_initial, dn_initial
+Gradients: TypeAlias = tuple[Any, ...]
+
+
+def mlstm_bwd(*args: Any) -> MaybeGrads:
+    """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd,
+    behind them what the forward has kept.
+
+    Where no initial state is given its gradients are None.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    return _run_mlstm(Tensors(*args[:18]), *args[18:])
+
+
+def _run_mlstm(
+    tensors: Tensors,
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
     batch_invariant: bool = False,
-    states: KeptStates | None = None,
+    kept: Kept | None = None,
 ) -> MaybeGrads:
-    """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
-
-    Where no initial state is given its gradients are None.
-
-    Args:
-        batch_invariant: as in `Options`.
-        states: the last result of `forward.mlstm_fwd`, which is then not made again.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
     if not normalize:
-        n_last = dn_last = row_n = None
-    elif (row_n is None or row_n.numel() == 0) and v.numel() > 0:
+        tensors = tensors._replace(n_last=None, dn_last=None, row_n=None)
+    elif (tensors.row_n is None or tensors.row_n.numel() == 0) and tensors.v.numel() > 0:
         raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
-    tensors = (
-        *(q, k, v, i, f, c_initial, n_initial, cu_seqlens),
-        *(h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last),
-    )
-    options = Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5, batch_invariant=batch_invariant)
-    return run(tensors, options, states, m_initial=m_initial)
+    return run(tensors, Options(sigmoid_gate, normalize, eps, False, False, batch_invariant), kept)
 
 
 def run(
-    tensors: Tensors,
-    options: Options,
-    states: KeptStates | None = None,
-    like: Tensors | None = None,
-    m_initial: MaybeTensor = None,
+    tensors: Tensors, options: Options, kept: Kept | None = None, like: Tensors | None = None
 ) -> Gradients:
     """The gradients of mLSTM or of a scalar decay, on the current stream.
 
     Args:
-        tensors: None for what there is not. With a decay there is no i, and f is its natural log; q and k may
-            have fewer heads than v, each shared by as many neighbouring heads of v: dq and dk come back for
-            every head of v then. h is read with a normaliser alone.
-        states: what the forward has kept.
+        tensors: where heads of v share those of q and k, dq and dk come back for every head of v.
+        kept: by the forward.
         like: what some of the tensors are copies of; gradients lie like these.
-        m_initial: with stabilised gates and an initial state.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    if tensors[2].numel() == 0:
+    if tensors.v.numel() == 0:
         return _run_without_tokens(tensors, options)
-    if states is None and is_narrow(tensors[0].shape[-1], tensors[2].shape[-1]):
-        states = _states_of_another_forward(tensors, options, m_initial)
-    key = _layout(tensors, options, states, like)
+    if kept is None and is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
+        # of another forward: its own has kept no states
+        kept = tk_forward.run(tensors[:9], options._replace(keep_states=True))[7]
+    key = _layout(tensors, options, kept, like)
     backward = _backwards.get(key)
     if backward is None:
-        backward = _prepare(tensors, options, states, like)
+        read = tensors.readable()
+        if not are_same(read, tensors):
+            # not kept: a key does not tell addresses, and tensors like these may need no copy
+            return run(read, options, kept, tensors if like is None else like)
+        backward = Backward(tensors, options, kept, like)
         _backwards.keep(key, backward)
-    return backward(tensors, states, like)
-
-
-def _prepare(
-    tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None
-) -> Callable[[Tensors, KeptStates | None, Tensors | None], Gradients]:
-    """`run` for all tensors that lie like these."""
-    if all(x is given for x, given in zip(_readable(tensors), tensors, strict=True)):
-        return Backward(tensors, options, states, like)
-    return functools.partial(_run_copies, options)
-
-
-def _run_copies(
-    options: Options, tensors: Tensors, states: KeptStates | None, like: Tensors | None
-) -> Gradients:
-    return run(_readable(tensors), options, states, tensors if like is None else like)
-
-
-def _states_of_another_forward(
-    tensors: Tensors, options: Options, m_initial: MaybeTensor
-) -> KeptStates | None:
-    """The states of a call whose own forward has kept none."""
-    q, k, v, i, f, c, n, cu_seqlens, *_ = tensors
-    of_forward = tk_forward.Options(
-        options.sigmoid_gate,
-        options.normalize,
-        options.eps,
-        return_last_states=False,
-        return_rows=False,
-        batch_invariant=options.batch_invariant,
-        keep_states=True,
-        scale=options.scale,
-        decay=options.decay,
-        heads_last=options.heads_last,
-    )
-    return tk_forward.run((q, k, v, i, f, c, n, m_initial, cu_seqlens), of_forward)[7]
+    return backward(tensors, kept, like)
 
 
 def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
     """The state passes through, and so does its gradient."""
-    grads = _allocate(tensors, options)
+    grads = _allocate(tensors.with_gradients, options)
     for grad, last in zip(grads[5:], tensors[-2:], strict=True):
         if grad is not None:
             grad.zero_() if last is None else grad.copy_(last)
     return grads
 
 
-def _layout(tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None) -> Any:
+def _layout(tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> Any:
     """All that the launches of a call depend on but for addresses."""
-    q, k, v, i, f, c, n, cu_seqlens, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = tensors
+    x = tensors
     key = (
         options,
-        q.get_device(),
-        q.dtype,
-        q.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        h.stride(),
-        dh.stride(),
-        f.stride(),
-        f.dtype,
-        None if i is None else (i.stride(), i.dtype),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
-        None if c is None else c.stride(),
-        None if n is None else n.stride(),
-        None if c_last is None else c_last.stride(),
-        None if n_last is None else n_last.stride(),
-        None if dc_last is None else dc_last.stride(),
-        None if dn_last is None else dn_last.stride(),
-        None if states is None else states[1:],
+        x.q.get_device(),
+        x.q.dtype,
+        x.q.shape,
+        x.v.shape,
+        x.q.stride(),
+        x.k.stride(),
+        x.v.stride(),
+        x.h.stride(),
+        x.dh.stride(),
+        x.f.stride(),
+        x.f.dtype,
+        None if x.i is None else (x.i.stride(), x.i.dtype),
+        None if x.cu_seqlens is None else (x.cu_seqlens.shape, x.cu_seqlens.stride(), x.cu_seqlens.dtype),
+        None if x.c_initial is None else x.c_initial.stride(),
+        None if x.n_initial is None else x.n_initial.stride(),
+        None if x.c_last is None else x.c_last.stride(),
+        None if x.n_last is None else x.n_last.stride(),
+        None if x.dc_last is None else x.dc_last.stride(),
+        None if x.dn_last is None else x.dn_last.stride(),
+        None if kept is None else kept.layout,
     )
-    return key if like is None else (*key, *(None if x is None else x.stride() for x in like[:7]))
-
-
-def _readable(tensors: Tensors) -> Tensors:
-    """The tensors as they lie where the kernels can take them so, else copies."""
-    q, k, v, i, f, c, n, cu_seqlens, h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last = tensors
-    return (
-        *(as_operand(q), as_operand(k), as_operand(v), i, f, as_state(c), as_state(n)),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        *(as_operand(h), row_n, row_m, chunk_m, as_state(c_last), as_state(n_last)),
-        *(as_operand(dh), as_state(dc_last), as_state(dn_last)),
-    )
+    if like is None:
+        return key
+    return *key, *(None if x is None else x.stride() for x in like.with_gradients)
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike, as `_readable` leaves them but for odd addresses.
+    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
 
     Args:
-        states: of such a call; the forwards of all of them are cut in the same way.
+        kept: of such a call; the forwards of all of them are cut in the same way.
         like: as in `run`.
     """
 
-    def __init__(
-        self, tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None
-    ) -> None:
-        q: Tensor = tensors[0]
+    def __init__(self, tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> None:
         self._options = options
-        self._device = q.get_device()
-        grads = _allocate(tensors if like is None else like, options, "meta")
+        self._device = tensors.q.get_device()
+        grads = _allocate((like or tensors).with_gradients, options, "meta")
         self._unwritable = [n for n, x in enumerate(grads) if x is not None and not _is_writable(x, n)]
-        call, written, states_given = _describe(tensors, options, states, self._as_written(grads))
-        self._memory_size = call.plan.bytes // q.itemsize
+        left = None if kept is None else kept.layout
+        call, written, states_given = _describe(tensors, options, left, self._as_written(grads))
+        self._memory_size = call.plan.bytes // tensors.q.itemsize
         self._parts = call.plan.parts if written.dn_of_parts else 0
         before = launches.before_gradients(call, states_given=states_given)
         walks = launches.of_gradients(call, written)
@@ -279,37 +234,36 @@ class Backward:
         groups = (before, walks, gates) if self._parts else (before, walks + gates, [])
         self._before, self._walks, self._gates = (build.launches(group) for group in groups)
 
-    def __call__(self, tensors: Tensors, states: KeptStates | None, like: Tensors | None) -> Gradients:
+    def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> Gradients:
         """`run` of these tensors."""
-        starts = [0 if x is None else x.data_ptr() for x in tensors]
-        q, k, v, _, _, c, n, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = starts
+        at = starts(*tensors)
+        q, k, v, _, _, c, n, _, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = at
         if (q | k | v | c | n | h | c_last | n_last | dh | dc_last | dn_last) % ADDRESS_ALIGNMENT:
-            return _run_copies(self._options, tensors, states, like)
+            return run(tensors.readable(), self._options, kept, tensors if like is None else like)
         # of q's dtype because that need not be said, which is half of the time
-        memory = tensors[0].new_empty(self._memory_size)
-        starts.append(memory.data_ptr())
-        starts.append(0 if states is None else states.workspace.data_ptr())
-        stream = _current_stream(self._device)
+        memory = tensors.q.new_empty(self._memory_size)
+        at += starts(memory, None if kept is None else kept.tensors[0])
+        stream = current_stream(self._device)
         # the gradients only then, so that a GPU that waits for the host has work early
-        self._before(starts, stream)
-        grads = _allocate(tensors if like is None else like, self._options)
+        self._before(at, stream)
+        grads = _allocate((like or tensors)[:7], self._options)
         written = self._as_written(grads) if self._unwritable else grads
-        starts += [0 if x is None else x.data_ptr() for x in written]
+        at += starts(*written)
         if self._parts:
-            self._run_parts(starts, stream, written[6])
+            self._run_parts(at, stream, written[6])
         else:
-            self._walks(starts, stream)
+            self._walks(at, stream)
         for place in self._unwritable:
             grads[place].copy_(written[place])
         return grads
 
-    def _run_parts(self, starts: list[int], stream: int, dn_initial: Tensor) -> None:
+    def _run_parts(self, at: list[int], stream: int, dn_initial: Tensor) -> None:
         """The walks, which have a dn_initial for each part of V, their sum, and the gates."""
         of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
-        starts.append(of_parts.data_ptr())
-        self._walks(starts, stream)
+        at += starts(of_parts)
+        self._walks(at, stream)
         torch.sum(of_parts, dim=0, out=dn_initial)
-        self._gates(starts, stream)
+        self._gates(at, stream)
 
     def _as_written(self, grads: Gradients) -> Gradients:
         """The gradients as they lie where the kernels can write them so, else contiguous ones."""
@@ -322,7 +276,7 @@ def _allocate(like: Sequence[Any], options: Options, device: str | None = None) 
     Args:
         device: in place of theirs: on "meta" they take no memory.
     """
-    q, k, v, i, f, c_initial, n_initial = like[:7]
+    q, k, v, i, f, c_initial, n_initial = like
     dq = dk = di = df = dc = dn = None
     if q.shape[:3] == v.shape[:3]:
         dq, dk = torch.empty_like(q, device=device), torch.empty_like(k, device=device)
@@ -345,90 +299,80 @@ def _is_writable(grad: Tensor, place: int) -> bool:
     return place < 5 or grad.is_contiguous()
 
 
-def _describe(
-    tensors: Tensors, options: Options, states: KeptStates | None, grads: Gradients
-) -> tuple[Call, Grads, bool]:
+def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read, what they write, and whether states are those that the forward kept.
 
     Addresses are numbered in the order in which `Backward` says where the tensors begin.
 
     Args:
+        left: what the forward has kept.
         grads: as the kernels write them.
     """
-    q, k, v, i, f, _, _, cu_seqlens, h, _, _, _, _, _, dh, _, _ = tensors
     addresses, normalize, last = Addresses(), options.normalize, options.heads_last
-    at = [addresses.next(given=x is not None) for x in tensors]
+    at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
-    to = [addresses.next(given=x is not None) for x in grads]
-    sizes, group = _sizes(q, k, v, heads_last=last)
-    sequences = sizes[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    invariant = options.batch_invariant
-    cut = cut_sequences(
-        sizes,
-        sequences,
-        _multiprocessors(q.get_device()),
-        packed=cu_seqlens is not None,
-        batch_invariant=invariant,
-    )
+    to = [addresses.next(given=grad is not None) for grad in grads]
+    sizes, group = _sizes(x.q, x.k, x.v, heads_last=last)
+    half, device, offsets = x.q.dtype == torch.float16, x.q.get_device(), x.cu_seqlens
+    sequences = sizes[0] if offsets is None else offsets.shape[0] - 1
+    of_cut = {"packed": offsets is not None, "batch_invariant": options.batch_invariant}
+    cut = cut_sequences(sizes, sequences, multiprocessors(device), **of_cut)
     narrow = is_narrow(*sizes[3:])
-    states_given = states is not None and (narrow or states.cut == cut)
-    kinds = {"half": q.dtype == torch.float16, "normalize": normalize, "decay": options.decay}
-    kernels = instances_of(
-        *sizes[3:],
-        **kinds,
-        sigmoid_gate=options.sigmoid_gate and not options.decay,
-        needs_df=options.needs_df,
-    )
+    states_given = left is not None and (narrow or left.cut == cut)
+    kinds = {"half": half, "normalize": normalize, "decay": options.decay}
+    gate = options.sigmoid_gate and not options.decay
+    kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=gate, needs_df=options.needs_df)
     if cut.segments > sequences:
         kernels += instances_of_cut(*sizes[3:], **kinds)
     build.load(instances.CHUNKWISE[options.decay], *kernels)
     plan = make_plan(
         sizes,
         sequences,
-        chunk_slots(sizes[2], cu_seqlens),
+        chunk_slots(sizes[2], offsets),
         cut,
+        memory_at,
         normalize=normalize,
         decay=options.decay,
         states_given=states_given,
-        batch_invariant=invariant,
+        batch_invariant=options.batch_invariant,
         needs_df=options.needs_df,
     )
-    memory, left = plan.memory_at(memory_at), (0, 0, 0)
-    if narrow:
-        assert states is not None
-        of_units, of_norms = states.offsets
-        left = (kept_at, kept_at + of_units, kept_at + of_norms if normalize else 0)
-    elif states is not None and states_given:
-        of_c, of_n = states.offsets
-        memory = memory._replace(state_c=kept_at + of_c, state_n=kept_at + of_n if normalize else 0)
+    memory, of_one_walk = plan.memory, (0, 0, 0)
+    if left is not None and states_given:
+        first, second = (kept_at + offset for offset in left.offsets)
+        of_n = second if normalize else 0
+        if narrow:
+            of_one_walk = kept_at, first, of_n
+        else:
+            memory = memory._replace(state_c=first, state_n=of_n)
     call = Call(
         plan=plan,
         memory=memory,
         sizes=sizes,
-        q=_operand(at[0], q, heads_last=last),
-        k=_operand(at[1], k, heads_last=last),
-        v=_operand(at[2], v, heads_last=last),
-        i=_gate(at[3], i, v, heads_last=last),
-        f=_gate(at[4], f, v, heads_last=last),
-        c_initial=at[5],
-        n_initial=at[6] if normalize else 0,
-        cut=(at[7], cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
-        left=left,
-        h=_operand(at[8], h, heads_last=last),
-        row_n=at[9],
-        row_m=at[10],
-        chunk_m=at[11],
-        c_last=at[12],
-        n_last=at[13],
-        dh=_operand(at[14], dh, heads_last=last),
-        dc_last=at[15],
-        dn_last=at[16],
+        q=_operand(at.q, x.q, heads_last=last),
+        k=_operand(at.k, x.k, heads_last=last),
+        v=_operand(at.v, x.v, heads_last=last),
+        i=_gate(at.i, x.i, x.v, heads_last=last),
+        f=_gate(at.f, x.f, x.v, heads_last=last),
+        c_initial=at.c_initial,
+        n_initial=at.n_initial if normalize else 0,
+        cut=(at.cu_seqlens, offsets is not None and offsets.dtype == torch.int64, sequences, *cut),
+        left=of_one_walk,
+        h=_operand(at.h, x.h, heads_last=last),
+        row_n=at.row_n,
+        row_m=at.row_m,
+        chunk_m=at.chunk_m,
+        c_last=at.c_last,
+        n_last=at.n_last,
+        dh=_operand(at.dh, x.dh, heads_last=last),
+        dc_last=at.dc_last,
+        dn_last=at.dn_last,
         eps=options.eps,
-        scale=options.scale,
+        scale=options.scale_of(sizes[3]),
         sigmoid_gate=options.sigmoid_gate,
         group=group,
-        half=q.dtype == torch.float16,
-        device=q.get_device(),
+        half=half,
+        device=device,
         decay=options.decay,
     )
     dq, dk, dv, di, df, _, dn_initial = grads
@@ -436,8 +380,8 @@ def _describe(
         _operand(to[0], dq, heads_last=last),
         _operand(to[1], dk, heads_last=last),
         _operand(to[2], dv, heads_last=last),
-        _gate(to[3], di, v, heads_last=last),
-        _gate(to[4], df, v, heads_last=last),
+        _gate(to[3], di, x.v, heads_last=last),
+        _gate(to[4], df, x.v, heads_last=last),
         to[5],
         to[6],
         addresses.next() if dn_initial is not None and plan.parts > 1 else 0,
@@ -464,10 +408,10 @@ def _operand(address: int, x: Tensor, *, heads_last: bool) -> Operand:
 def _gate(address: int, x: MaybeTensor, v: Tensor, *, heads_last: bool) -> Gate:
     """A gate or its gradient as the kernels take it; with the heads last its sizes may be fewer than v's."""
     if x is None:
-        return _NO_GATE
+        return tk_forward.NO_GATE
     if heads_last:
         x = x.expand(v.shape[:3]).transpose(1, 2)
     return address, *x.stride(), DTYPES[x.dtype]
 
 
-_backwards: Memo[Callable[[Tensors, KeptStates | None, Tensors | None], Gradients]] = Memo()
+_backwards: Memo[Backward] = Memo()

@@ -6,49 +6,69 @@ Most calls of a process are like an earlier one but for the addresses: a `Forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, descriptor_strides
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
-from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
-from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.prepared import Addresses, Scratch
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    as_operand,
+    as_state,
+    current_stream,
+    descriptor_strides,
+    multiprocessors,
+    pointer,
+)
+from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
-from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, state_slots
+from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
 
-# q, k, v, i, f, the initial state c, n, m, and cu_seqlens; there is no i with a scalar decay
-Tensors: TypeAlias = tuple[
-    Tensor,
-    Tensor,
-    Tensor,
-    MaybeTensor,
-    Tensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-]
 
-# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the states that a backward can use.
-FwdResult: TypeAlias = tuple[
-    Tensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    KeptStates | None,
-]
+class Tensors(NamedTuple):
+    """What a forward reads: the inputs of tfla_tk::mlstm_fwd; with a scalar decay there is no i."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: MaybeTensor
+    f: Tensor
+    c_initial: MaybeTensor
+    n_initial: MaybeTensor
+    m_initial: MaybeTensor
+    cu_seqlens: MaybeTensor
+
+    def readable(self) -> Tensors:
+        """As they lie where the kernels can take them so, else copies."""
+        q, k, v, i, f, c, n, m, cu_seqlens = self
+        operands = as_operand(q), as_operand(k), as_operand(v)
+        offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+        return Tensors(*operands, i, f, as_state(c), as_state(n), as_state(m), offsets)
+
+
+class Left(NamedTuple):
+    """What is in the one tensor that a forward leaves for its backward: with head dims of at most 128 the
+    states before every second chunk of 64 tokens, transposed and in 16 bits, else those at the cuts of its
+    sequences.
+
+    Attributes:
+        cut: of the forward's sequences.
+        offsets: bytes from the start of the tensor to the states, or with narrow head dims to their units,
+            and to n, which is written with a normaliser only.
+    """
+
+    cut: Cut
+    offsets: tuple[int, int]
+
+
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and what a backward can use: a `Kept` with
+# the layout `Left`, or None
+FwdResult: TypeAlias = tuple[Any, ...]
 
 NARROW_SLICE = 64
 NO_GATE = (0, 0, 0, 0, 0)
@@ -56,7 +76,7 @@ _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
 class Options(NamedTuple):
-    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more.
+    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more, of a forward and of its backward.
 
     Attributes:
         batch_invariant: cut sequences by their lengths alone.
@@ -68,6 +88,7 @@ class Options(NamedTuple):
         heads_last: q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to
             that.
         sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
+        needs_df: of the backward: without it di and df come back as None.
     """
 
     sigmoid_gate: bool
@@ -81,66 +102,50 @@ class Options(NamedTuple):
     decay: bool = False
     heads_last: bool = False
     sequential: bool = False
+    needs_df: bool = True
+
+    def scale_of(self, dim_qk: int) -> float:
+        """Of q k^T."""
+        return dim_qk**-0.5 if self.scale is None else self.scale
 
 
-def mlstm_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    return_last_states: bool,
-    return_rows: bool,
-    batch_invariant: bool = False,
-    keep_states: bool = False,
-) -> FwdResult:
-    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
+def mlstm_fwd(*args: Any) -> FwdResult:
+    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd,
+    behind them keep_states of `Options`.
 
     What was not asked for is None. One launch, or three where sequences are cut (`segments`).
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
-
-    Args:
-        batch_invariant, keep_states: as in `Options`.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    options = Options(
-        sigmoid_gate, normalize, eps, return_last_states, return_rows, batch_invariant, keep_states
-    )
-    return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+    return run(args[:9], Options(*args[9:]))
 
 
-def prepare(tensors: Tensors, options: Options) -> Callable[..., FwdResult]:
+def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
-    if all(x is given for x, given in zip(_readable(tensors), tensors, strict=True)):
-        return Forward(tensors, tensors[2], options)
+    given = Tensors(*tensors)
+    if are_same(given.readable(), given):
+        return Forward(given, given.v, options)
     return lambda *tensors: run(tensors, options)
 
 
-def run(tensors: Tensors, options: Options) -> FwdResult:
+def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
-    tensors = _readable(tensors)
-    layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    read = Tensors(*tensors).readable()
+    layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in read]
     key = (options, v.get_device(), v.stride(), *layouts)
     forward = _forwards.get(key)
     if forward is None:
-        forward = Forward(tensors, v, options)
+        forward = Forward(read, v, options)
         _forwards.keep(key, forward)
-    return forward(*tensors, v)
+    return forward(*read, h_like=v)
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `_readable` leaves them but for odd addresses.
+    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
 
     Args:
         h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of.
@@ -162,11 +167,11 @@ class Forward:
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes = (batch, heads, seq, dim_qk, dim_v)
-        multiprocessors, invariant, kept = _multiprocessors(device), options.batch_invariant, False
+        processors, invariant, kept = multiprocessors(device), options.batch_invariant, False
         narrow = (
             options.decay
             and not invariant
-            and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
+            and takes_narrow_slices(dim_qk, dim_v, sequences * heads, processors)
         )
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
         slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
@@ -178,16 +183,13 @@ class Forward:
             instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
         )
         one_walk = tk_walks.is_narrow(dim_qk, dim_v)
+        of_cut = {"packed": packed, "batch_invariant": invariant}
         if (options.keep_states and not one_walk) or invariant:
-            cut = tk_walks.cut_sequences(
-                sizes, sequences, multiprocessors, packed=packed, batch_invariant=invariant
-            )
+            cut = tk_walks.cut_sequences(sizes, sequences, processors, **of_cut)
             kept = options.keep_states and not one_walk and cut.segments > sequences
         if not (kept or invariant):
-            find = segments.cut_packed if packed else segments.cut
-            cut = find(
-                sequences, seq, heads * slices, multiprocessors * kernel.ctas_per_multiprocessor(*tile)
-            )
+            running = processors * kernel.ctas_per_multiprocessor(*tile)
+            cut = segments.find(sequences, seq, heads * slices, running, segments.FORWARD, **of_cut)
         slots = (cut.segments - sequences) * heads
         self._options = options
         self._device = device
@@ -200,10 +202,10 @@ class Forward:
             )
         self._workspace_size = -(-kernel.workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
         # what a forward leaves, but for the memory that has it
-        self._left: tuple[Cut, tuple[int, int]] | None = None
+        self._left: Left | None = None
         self._left_size = of_units = of_norms = 0
         if kept:
-            self._left = cut, kernel.workspace_offsets(slots, dim_qk, dim_v)
+            self._left = Left(cut, kernel.workspace_offsets(slots, dim_qk, dim_v))
         if options.keep_states and one_walk:
             count = batch * heads * state_slots(seq, cu_seqlens)
             sizes_left = (
@@ -213,7 +215,7 @@ class Forward:
             )
             in_left = Scratch(0)
             _, of_units, of_norms = map(in_left.take, sizes_left)
-            self._left = cut, (of_units, of_norms)
+            self._left = Left(cut, (of_units, of_norms))
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = Addresses()
@@ -221,7 +223,7 @@ class Forward:
             (addresses.next(), *(descriptor_strides(x.shape, x.stride()) or ())) for x in (q, k, v, h)
         ]
         gates = [
-            NO_GATE if x is None else (at, *x.stride(), _GATE_DTYPES[x.dtype])
+            NO_GATE if x is None else (at, *x.stride(), DTYPES[x.dtype])
             for at, x in ((addresses.next(), i), (addresses.next(), f))
         ]
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
@@ -240,7 +242,7 @@ class Forward:
             sizes,
             heads // key_heads,
             tile,
-            dim_qk**-0.5 if options.scale is None else options.scale,
+            options.scale_of(dim_qk),
             options.eps,
             q.dtype == torch.float16,
             options.sigmoid_gate,
@@ -249,27 +251,16 @@ class Forward:
         )
         self._launch = build.launches([prepared])
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        i: MaybeTensor,
-        f: Tensor,
-        c_initial: MaybeTensor,
-        n_initial: MaybeTensor,
-        m_initial: MaybeTensor,
-        cu_seqlens: MaybeTensor,
-        h_like: MaybeTensor = None,
-    ) -> FwdResult:
+    def __call__(self, *tensors: Any, h_like: MaybeTensor = None) -> FwdResult:
         """`mlstm_fwd` of these tensors; h_like is v unless it is given."""
+        q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
         options = self._options
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         initial = _NONE
         if self._has_initial:
-            initial = _pointer(c_initial), _pointer(n_initial), _pointer(m_initial)
+            initial = pointer(c_initial), pointer(n_initial), pointer(m_initial)
         if (at_q | at_k | at_v | initial[0] | initial[1] | initial[2]) % ADDRESS_ALIGNMENT:
-            return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+            return run(tensors, options)
         h = torch.empty_like(v if h_like is None else h_like, memory_format=self._h_order)
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # of q's dtype because that need not be said, which is half of the time
@@ -279,10 +270,10 @@ class Forward:
         last = rows = _NONE
         if options.return_last_states:
             c, n, m = self._last_states(q)
-            last = c.data_ptr(), _pointer(n) if options.normalize else 0, _pointer(m)
+            last = c.data_ptr(), pointer(n) if options.normalize else 0, pointer(m)
         if options.return_rows:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
-            rows = _pointer(row_n), _pointer(row_m), _pointer(chunk_m)
+            rows = pointer(row_n), pointer(row_m), pointer(chunk_m)
         self._launch(
             [
                 at_q,
@@ -298,15 +289,15 @@ class Forward:
                 0 if workspace is None else workspace.data_ptr(),
                 0 if left is None else left.data_ptr(),
             ],
-            _current_stream(self._device),
+            current_stream(self._device),
         )
         if written is not h:
             h.copy_(written)
-        states = None
+        kept = None
         memory = workspace if left is None else left
         if self._left is not None and memory is not None:
-            states = KeptStates(memory, *self._left)
-        return h, c, n, m, row_n, row_m, chunk_m, states
+            kept = Kept((memory,), self._left)
+        return h, c, n, m, row_n, row_m, chunk_m, kept
 
     def _last_states(self, q: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
         """Memory for c, n and m; without normaliser, n is what it will be: zeros, or none with a decay."""
@@ -327,22 +318,6 @@ class Forward:
         # empty_like takes half of the time of a shape and a dtype
         row_m = _fp32(q, batch, heads, seq) if row_n is None else torch.empty_like(row_n)
         return row_n, row_m, _fp32(q, batch, heads, chunk_slots(seq, cu_seqlens), 2)
-
-
-def _readable(tensors: Tensors) -> Tensors:
-    """The tensors as they lie where the kernels can take them so, else copies."""
-    q, k, v, i, f, c, n, m, cu_seqlens = tensors
-    return (
-        as_operand(q),
-        as_operand(k),
-        as_operand(v),
-        i,
-        f,
-        as_state(c),
-        as_state(n),
-        as_state(m),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-    )
 
 
 def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
-from tfla_tk.backends.tk.operands import gate as _gate
-from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.operands import current_stream, gate, multiprocessors
 from tfla_tk.backends.tk.scalar_gate.step import (
     State,
     in_place,
@@ -25,7 +23,7 @@ from tfla_tk.backends.tk.scalar_gate.step import (
     with_new_state,
 )
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
+from tfla_tk.core.layout import DTYPES
 
 _FEWEST_COLUMNS = 4  # of a thread
 _MOST_WARPS = 2  # side by side in a row of C
@@ -43,7 +41,7 @@ def _launch(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     batch, heads, tokens, dim_qk = q.shape
     dim_v = v.shape[-1]
@@ -54,14 +52,14 @@ def _launch(
     h = torch.empty((batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v, _widest(tokens, q.dtype))
     # as in a large batch
-    filling = 0 if batch_invariant else _multiprocessors(device)
+    filling = 0 if batch_invariant else multiprocessors(device)
     kernel.mlstm_sequence(
         _rows(q),
         _rows(k),
         _rows(v),
-        _GATE_DTYPES[q.dtype],
-        _gate(i),
-        _gate(f),
+        DTYPES[q.dtype],
+        gate(i),
+        gate(f),
         stored(before),
         stored(after),
         h.data_ptr(),
@@ -73,7 +71,7 @@ def _launch(
         normalize,
         after is before,
         device,
-        _current_stream(device),
+        current_stream(device),
     )
     return h
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
-from tfla_tk.backends.tk.operands import gate as _gate
-from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
-from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.operands import current_stream, gate, multiprocessors, pointer
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES, MaybeTensor
-from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
+from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
 _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
@@ -30,22 +27,7 @@ State = tuple[Tensor, Tensor, MaybeTensor]
 Launch = Callable[..., Tensor]
 
 
-def with_new_state(
-    launch: Launch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
+def with_new_state(launch: Launch, *args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel of decoding; arguments and results are those of tfla_tk::mlstm_step and _sequence.
 
     m is None with the sigmoid gate.
@@ -54,31 +36,22 @@ def with_new_state(
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
+    *tokens, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, batch_invariant)
+    h = launch(*tokens, before, after, sigmoid_gate, normalize, eps, *args[12:])
     return h, *after
 
 
-def in_place(
-    launch: Launch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    batch_invariant: bool = False,
-) -> Tensor:
+def in_place(launch: Launch, *args: Any) -> Tensor:
     """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
+    *tokens, c, n, m, sigmoid_gate, normalize, eps = args[:11]
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps, batch_invariant)
-    write_back(given, state)
+    h = launch(*tokens, state, state, sigmoid_gate, normalize, eps, *args[11:])
+    # what had to be copied
+    for target, result in zip(given, state, strict=True):
+        if target is not None and result is not None and result is not target:
+            target.copy_(result)
     return h
 
 
@@ -100,13 +73,6 @@ def readable(state: State) -> State:
     return _readable(c), _readable(n), None if m is None else _readable(m)
 
 
-def write_back(given: State, state: State) -> None:
-    """Copy what `readable` had to copy over what was given."""
-    for target, result in zip(given, state, strict=True):
-        if target is not None and result is not None and result is not target:
-            target.copy_(result)
-
-
 def state_dtypes(before: State, after: State) -> tuple[str, str]:
     """Of C, as the kernels' instances name them."""
     return DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
@@ -123,7 +89,7 @@ def _launch(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     batch, heads, dim_qk = q.shape
     dim_v = v.shape[-1]
@@ -133,13 +99,13 @@ def _launch(
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v)
     # as in a large batch
-    filling = 0 if batch_invariant else _multiprocessors(device)
+    filling = 0 if batch_invariant else multiprocessors(device)
     kernel.mlstm_step(
-        _gate(q),
-        _gate(k),
-        _gate(v),
-        _gate(i),
-        _gate(f),
+        gate(q),
+        gate(k),
+        gate(v),
+        gate(i),
+        gate(f),
         stored(before),
         stored(after),
         h.data_ptr(),
@@ -151,7 +117,7 @@ def _launch(
         normalize,
         after is before,
         device,
-        _current_stream(device),
+        current_stream(device),
     )
     return h
 
@@ -177,8 +143,8 @@ def _narrowed(x: Tensor) -> Tensor:
 
 def stored(state: State) -> tuple[int, ...]:
     """Addresses and dtypes as the bindings take them."""
-    pointers = (_pointer(x) for x in state)
-    return *pointers, *(0 if x is None else _GATE_DTYPES[x.dtype] for x in state)
+    pointers = (pointer(x) for x in state)
+    return *pointers, *(0 if x is None else DTYPES[x.dtype] for x in state)
 
 
 def width_of(before: Tensor, after: Tensor, dim_v: int, widest: int = _VECTOR) -> int:

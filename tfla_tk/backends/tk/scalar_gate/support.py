@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tfla_tk.backends.tk import device, refusals
@@ -115,32 +117,38 @@ def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) 
     """
     if call.is_empty:
         return SUPPORTED
-    return device.load(_kernels_of, *_kernel_key(kernel, call))
+    return device.load(*kernels_for(kernel, call))
 
 
 def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
-    return device.supports(call.device, _kernels_of, *_kernel_key(kernel, call))
+    return device.supports(call.device, *kernels_for(kernel, call))
 
 
-# kernel; tiles of K and V, or tokens and 0; dtype; normaliser, sigmoid gate, gradients, those of gates
-KernelKey = tuple[str, int, int, str, bool, bool, bool, bool]
-
-
-def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
-    """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
+def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
+    """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
+    sizes as symbols."""
     dtype = DTYPE_NAMES[call.dtype]
     if isinstance(call, LinearCall):
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return kernel, *tiles, dtype, False, True, call.requires_grad, call.gate == "token"
+        return _kernels_of, kernel, *tiles, dtype, False, True, call.requires_grad, call.gate == "token"
     if kernel == "mlstm" or call.requires_grad:  # of one token, too: the chunkwise kernel has the gradients
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return "mlstm", *tiles, dtype, call.normalize, call.sigmoid_gate, call.requires_grad, True
+        return (
+            _kernels_of,
+            "mlstm",
+            *tiles,
+            dtype,
+            call.normalize,
+            call.sigmoid_gate,
+            call.requires_grad,
+            True,
+        )
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
-    return kernel, tokens, 0, dtype, False, False, False, False
+    return _kernels_of, kernel, tokens, 0, dtype, False, False, False, False
 
 
 def _kernels_of(
@@ -153,7 +161,11 @@ def _kernels_of(
     gradients: bool,
     needs_df: bool,
 ) -> device.Kernels:
-    """The kernels that nearly every such call takes; what others take is loaded when they are launched."""
+    """The kernels that nearly every such call takes; what others take is loaded when they are launched.
+
+    Args:
+        first, second: tiles of K and V, or in decoding tokens and 0. needs_df: there are gradients of gates.
+    """
     if kernel == "mlstm_step":
         return instances.DECODING, (instances.mlstm_step("fp32", "fp32"),)
     if kernel == "mlstm_sequence":

@@ -8,17 +8,16 @@ narrow head dims there is one walk, mlstm_gradients; else there are three, whose
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.prepared import Scratch, aligned
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.core.layout import ANCHOR_CHUNKS, FLOW_PARTS, STATE_CHUNKS, Cut
 
-ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
 # Of a part of V: the widest tile of the keys of a walk, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
@@ -27,11 +26,11 @@ Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
 
 
 class Memory(NamedTuple):
-    """What kernels of a call leave for others: addresses, in a plan bytes from the start of the allocation.
+    """What kernels of a call leave for others: prepared addresses in one allocation.
 
     fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head, of
     packed sequences as many as there can be; uncut sequences have none. One walk takes no dots, state_*,
-    *_inter, anchors, workspace and tickets: these are 0.
+    *_inter, anchors, workspace and tickets.
 
     Attributes:
         gates: of every chunk as the walks take them, [B, NH, slots].
@@ -52,7 +51,7 @@ class Memory(NamedTuple):
             summed over its parts; slots without an anchor are not written. With one walk what it leaves of
             each chunk's flow, [B, NH, slots, flow parts].
         workspace: of the kernels for the gates.
-        tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32; none with one part of V.
+        tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32.
     """
 
     gates: int
@@ -90,7 +89,7 @@ class Plan:
         has_rows: whether e of every token is there before the walks; else the walk for dv leaves its dots.
         sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
         bytes: of the allocation.
-        offsets: of what it holds.
+        memory: what it holds.
     """
 
     is_narrow: bool
@@ -106,11 +105,7 @@ class Plan:
     sums: int
     flow_parts: int
     bytes: int
-    offsets: Memory
-
-    def memory_at(self, address: int) -> Memory:
-        """The addresses in an allocation."""
-        return Memory._make([address + offset for offset in self.offsets])
+    memory: Memory
 
 
 def is_narrow(dim_qk: int, dim_v: int) -> bool:
@@ -184,32 +179,32 @@ def cut_sequences(
         batch_invariant: by the length of each sequence alone instead.
     """
     _, heads, seq, *dims = sizes
-    if batch_invariant:
-        return segments.cut_invariant(sequences, seq, packed=packed)
-    find = segments.cut_packed if packed else segments.cut
-    cut = find(sequences, seq, heads * ctas_of_a_walk(*dims), multiprocessors, segments.BACKWARD)
-    if not is_narrow(*dims) or cut.segments == sequences or cut.chunks % STATE_CHUNKS == 0:
+    ctas = heads * ctas_of_a_walk(*dims)
+    of = {"packed": packed, "batch_invariant": batch_invariant}
+    cut = segments.find(sequences, seq, ctas, multiprocessors, segments.BACKWARD, **of)
+    if batch_invariant or not is_narrow(*dims) or cut.segments == sequences or cut.chunks % STATE_CHUNKS == 0:
         return cut
     # a segment begins with a state of the forward's
     return segments.cut_into(sequences, seq, cut.chunks + 1, packed=packed)
 
 
-@functools.lru_cache(maxsize=1024)
 def make_plan(
     sizes: Sizes,
     sequences: int,
     chunk_slots: int,
     cut: Cut,
+    memory_at: int,
     *,
     normalize: bool,
-    decay: bool = False,
-    states_given: bool = False,
-    batch_invariant: bool = False,
-    needs_df: bool = True,
+    decay: bool,
+    states_given: bool,
+    batch_invariant: bool,
+    needs_df: bool,
 ) -> Plan:
     """The plan of calls of these sizes.
 
     Args:
+        memory_at: the prepared address of the allocation.
         sequences: of the batch, or packed.
         chunk_slots: per head, of what there is once per chunk.
         normalize: whether there is a normaliser. decay: whether there is a scalar decay.
@@ -224,7 +219,7 @@ def make_plan(
     narrow = is_narrow(dim_qk, dim_v)
     own_states = 0 if states_given or narrow else boundaries
     has_rows = normalize and (narrow or boundaries > 0 or batch_invariant)
-    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
+    row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
     of_dv, tile = tiles_of(dim_qk, dim_v)
     _, dots_slice = of_dv
     dot_slices = -(-dim_v // dots_slice)
@@ -241,27 +236,27 @@ def make_plan(
         flow_parts, flow_slots = kernel.flow_parts(*of_walks), chunk_slots // ANCHOR_CHUNKS + 1
         anchor_bytes = kernel.anchor_bytes(*of_walks, chunk_slots)
         workspace_bytes = kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences)
-    taken = Memory(
-        gates=kernel.chunk_gates_bytes() * batch * heads * chunk_slots,
-        log2_w=row_bytes if has_rows else 0,
-        e=parts * row_bytes,
-        dots=FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0,
-        state_c=own_states * dim_qk * dim_v * FLOAT,
-        state_n=own_states * dim_qk * FLOAT,
-        state_decay=DOUBLE * own_states,
-        grad_c=boundaries * dim_qk * dim_v * FLOAT,
-        grad_n=parts * boundaries * dim_qk * FLOAT,
-        grad_decay=DOUBLE * boundaries,
-        q_dq=sum_bytes,
-        q_dq_inter=inter_bytes,
-        k_dk=sum_bytes,
-        k_dk_inter=inter_bytes,
-        anchors=anchor_bytes,
-        flows=FLOAT * batch * heads * flow_slots * flow_parts,
-        workspace=workspace_bytes,
-        tickets=2 * INT if parts > 1 else 0,
+    scratch = Scratch(memory_at)
+    memory = Memory(
+        gates=scratch.take(kernel.chunk_gates_bytes() * batch * heads * chunk_slots),
+        log2_w=scratch.take(row_bytes if has_rows else 0),
+        e=scratch.take(parts * row_bytes),
+        dots=scratch.take(FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0),
+        state_c=scratch.take(own_states * dim_qk * dim_v * FLOAT),
+        state_n=scratch.take(own_states * dim_qk * FLOAT),
+        state_decay=scratch.take(DOUBLE * boundaries),
+        grad_c=scratch.take(boundaries * dim_qk * dim_v * FLOAT),
+        grad_n=scratch.take(parts * boundaries * dim_qk * FLOAT),
+        grad_decay=scratch.take(DOUBLE * boundaries),
+        q_dq=scratch.take(sum_bytes),
+        q_dq_inter=scratch.take(inter_bytes),
+        k_dk=scratch.take(sum_bytes),
+        k_dk_inter=scratch.take(inter_bytes),
+        anchors=scratch.take(anchor_bytes),
+        flows=scratch.take(FLOAT * batch * heads * flow_slots * flow_parts),
+        workspace=scratch.take(workspace_bytes),
+        tickets=scratch.take(2 * INT),
     )
-    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
     return Plan(
         narrow,
         of_dv,
@@ -275,14 +270,10 @@ def make_plan(
         has_rows,
         sums,
         flow_parts,
-        size,
-        Memory._make(offsets),
+        scratch.bytes,
+        memory,
     )
 
 
 def _parts(dim_v: int) -> int:
     return -(-dim_v // PART_COLUMNS)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

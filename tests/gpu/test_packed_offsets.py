@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
-Make = Callable[..., Tensors]
-Check = Callable[..., None]
+from .families import Case, compute, draw, gla, is_of_states, mlstm
+from .linear import assert_equal
+from .mlstm import check, draw_packed, make_inputs
 
-HEADS = 3
+Tensors = dict[str, Tensor]
+
+CutEvery = Callable[[int], None]
 LAST = 2**62  # an offset that fits in no int
 
 # offsets that are none, in units of the length; the comment says what is wrong
@@ -35,96 +38,69 @@ def offsets_of(fractions: list[float], tokens: int, dtype: torch.dtype) -> Tenso
     return found
 
 
-def with_states(make: Make, x: Tensors, names: tuple[str, ...], count: int) -> Tensors:
-    drawn = make(count, HEADS, 1, (x["q"].shape[-1], x["v"].shape[-1]), states=names, seed=1)
-    return x | {name: drawn[name] for name in names}
+def draw_for(case: Case, tokens: int, sequences: int) -> Tensors:
+    """Inputs of one batch of tokens, with states and their gradients for so many sequences."""
+    x, of_sequences = draw(case, 1, tokens), draw(case, sequences, 1, seed=1)
+    return {name: of_sequences[name] if is_of_states(name) else t for name, t in x.items()}
 
 
+CASES = [family(*dims) for family in (partial(mlstm, "exp"), gla) for dims in ((64, 64), (256, 512))]
+of_case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.dims[0]}_{c.dims[1]}")
+
+
+@of_case
 @pytest.mark.parametrize("chunks", [2, 1000], ids=["cut", "whole"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dims", [(64, 64), (256, 512)], ids="{0[0]}_{0[1]}".format)
 def test_bad_offsets_leave_other_memory_alone(
-    dims: tuple[int, int],
-    bad: str,
-    dtype: torch.dtype,
-    chunks: int,
-    exponential: Any,
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
+    case: Case, bad: str, offsets: torch.dtype, chunks: int, cut_every: CutEvery
 ) -> None:
     """All free memory around the call's own is filled with a pattern, which is still there behind it."""
     tokens, fractions = 1024, BAD[bad]
     cut_every(chunks)
-    x = make_inputs(1, HEADS, tokens, dims)
-    x = with_states(make_inputs, x, exponential.states, len(fractions) - 1)
-    good = x | {"cu_seqlens": torch.linspace(0, tokens, len(fractions), device="cuda").to(dtype)}
-    expected = exponential.run(good)
-    x["cu_seqlens"] = offsets_of(fractions, tokens, dtype)
+    x = draw_for(case, tokens, len(fractions) - 1)
+    good = torch.linspace(0, tokens, len(fractions), device="cuda").to(offsets)
+    expected = compute(case, x, good)
+    wrong = offsets_of(fractions, tokens, offsets)
     guards = [torch.full((1 << 20,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(64)]
     for guard in guards[::2]:  # what the call allocates lies among the others
         guard.set_()
-    h, last = exponential(x, return_last_states=True)
-    assert h.shape == x["v"].shape
-    assert [t.shape[0] for t in last] == [len(fractions) - 1] * 3
-    leaves = {name: t.detach().requires_grad_(name in ("q", "k", "v", "i", "f")) for name, t in x.items()}
-    exponential(leaves).sum().backward()
+    found = compute(case, x, wrong)
     torch.cuda.synchronize()
     assert all(bool((guard == 0x5A).all()) for guard in guards[1::2])
-    again = exponential.run(good)
-    assert all(torch.equal(again[name], t) for name, t in expected.items())
+    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in expected.items()}
+    assert_equal(compute(case, x, good), expected)
 
 
 @pytest.mark.sanitize
+@of_case
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dims", [(64, 64), (256, 512)], ids="{0[0]}_{0[1]}".format)
-def test_bad_offsets_under_memcheck(
-    dims: tuple[int, int], bad: str, exponential: Any, cut_every: Callable[[int], None], make_inputs: Make
-) -> None:
+def test_bad_offsets_under_memcheck(case: Case, bad: str, cut_every: CutEvery) -> None:
     """Under compute-sanitizer every access outside an allocation is an error of the run."""
-    tokens, fractions = 512, BAD[bad]
     cut_every(2)
-    x = {name: t.cuda() for name, t in make_inputs(1, HEADS, tokens, dims, device="cpu").items()}
-    for name, shape in (("c_initial", dims), ("n_initial", dims[:1]), ("m_initial", (1,))):
-        x[name] = torch.zeros(len(fractions) - 1, HEADS, *shape, device="cuda")
-    leaves = {name: t.requires_grad_(name != "m_initial") for name, t in x.items()}
-    leaves["cu_seqlens"] = offsets_of(fractions, tokens, torch.int64)
-    h, (c, n, _) = exponential(leaves, return_last_states=True)
-    torch.autograd.backward([h, c, n], [torch.ones_like(t) for t in (h, c, n)])
+    compute(case, draw_for(case, 512, len(BAD[bad]) - 1), offsets_of(BAD[bad], 512, torch.int64))
     torch.cuda.synchronize()
-    assert h.shape == x["v"].shape
 
 
 @pytest.mark.parametrize("sequences", [31, 32, 33, 1000, 1025, 5000])
-def test_many_short_sequences(
-    operator: Any, sequences: int, make_inputs: Make, draw_packed: Any, compare: Any, assert_accurate: Check
-) -> None:
+def test_many_short_sequences(operator: Any, sequences: int) -> None:
     """Empty ones among them, and in the middle one that is cut, where there are many."""
     lengths = [number * 7 % 5 for number in range(sequences)]
     lengths[sequences // 2] = 3000
     x = draw_packed(operator, lengths, (64, 64))
-    assert_accurate(operator.run(x), operator.truth(x))
-    compare(operator, x)
+    check(operator, x)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_many_short_sequences_cut(
-    operator: Any,
-    chunks: int,
-    cut_every: Callable[[int], None],
-    draw_packed: Any,
-    compare: Any,
-    assert_accurate: Check,
-) -> None:
+def test_many_short_sequences_cut(operator: Any, chunks: int, cut_every: CutEvery) -> None:
     """More sequences than boundaries: a CTA looks for the sequence of a boundary."""
     lengths = [40] * 30 + [500, 0, 64, 129] + [10] * 40 + [700]
     cut_every(chunks)
     x = draw_packed(operator, lengths, (128, 128))
-    assert_accurate(operator.run(x), operator.truth(x))
-    compare(operator, x)
+    check(operator, x)
 
 
-def test_time_goes_with_tokens_and_sequences(exponential: Any, make_inputs: Make) -> None:
+def test_time_goes_with_tokens_and_sequences(exponential: Any) -> None:
     """Eight times the sequences of ten tokens take eight times as long, within a factor of two."""
     seconds = {}
     for sequences in (2000, 16_000):

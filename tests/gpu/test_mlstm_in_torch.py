@@ -1,0 +1,408 @@
+"""mLSTM as PyTorch sees it on the GPU: capture, threads, devices, compilation, autograd, torch.func."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tfla_tk import UnsupportedError, env, which
+from tfla_tk.bench.shapes import Shape, cost
+from tfla_tk.build import CaptureError, builder, find_thunderkittens
+from tfla_tk.core import memo
+
+from .accuracy import relative_error
+from .decoding import GATES, STATE, Decoder
+from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
+from .mlstm import assert_accurate, assert_gradients, draw_packed, make_inputs
+
+Tensors = dict[str, Tensor]
+
+
+def test_nothing_is_compiled_during_capture(
+    exponential: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_calls: None
+) -> None:
+    x = make_inputs()
+    # from here on as in a process that has not compiled yet
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(find_thunderkittens(clone=False).root))
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    for kept in ("_launchers", "_attached", "_files"):
+        monkeypatch.setattr(builder, kept, {})
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(CaptureError, match="while a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        torch.zeros(1, device="cuda")
+        exponential(x)
+    # nothing of it is kept
+    monkeypatch.undo()
+    assert exponential(x).isfinite().all()
+
+
+def test_other_threads_run_while_the_launch_queue_is_full(exponential: Any) -> None:
+    """A launch into a full queue waits for the GPU, without Python's lock."""
+    x = make_inputs(1, 1, 64, (64, 64))
+    exponential(x)
+    torch.cuda.synchronize()
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            time.sleep(0.002)
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    thread.start()
+    started = time.perf_counter()
+    for _ in range(3000):  # a queue holds about a thousand launches
+        exponential(x)
+    waited = time.perf_counter() - started
+    done.set()
+    thread.join()
+    torch.cuda.synchronize()
+    assert waited > 0.5, "the queue was never full"
+    assert ticks > 0.25 * waited / 0.002
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one(operator: Any) -> None:
+    x = make_inputs(states=operator.states)
+    expected = operator.run(x)
+    found = operator.run({name: t.to("cuda:1") for name, t in x.items()})
+    assert {t.device for t in found.values()} == {torch.device("cuda", 1)}
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(found[name].to("cuda:0"), t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
+def test_torch_compile_of_layouts(layout: str, operator: Any) -> None:
+    def laid_out(seq: int) -> dict[str, Tensor]:
+        x = make_inputs(seq=seq, states=operator.states)
+        if layout != "contiguous":
+            rows = 0 if layout == "transposed" else 1
+            for name in ("q", "k", "v"):
+                dim = x[name].shape[-1]
+                wide = torch.nn.functional.pad(x[name].transpose(1, 2), (rows, 8 * rows - rows))
+                x[name] = wide.contiguous()[..., rows : dim + rows].transpose(1, 2)
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(operator.run, fullgraph=True)
+    with torch.no_grad():
+        # the second length is traced with symbolic shapes
+        for seq in (300, 211):
+            x = laid_out(seq)
+            expected, found = operator.run(x), compiled(x)
+            assert all(torch.equal(found[name], t) for name, t in expected.items())
+            assert found["h"].stride() == expected["h"].stride()
+
+
+@pytest.mark.parametrize("size", [(0, 3, 300), (2, 0, 300), (2, 3, 0)])
+def test_empty(operator: Any, size: tuple[int, int, int]) -> None:
+    x = make_inputs(*size, states=operator.states)
+    found, cotangents = operator.run(x), operator.draw_cotangents(x, last=True)
+    grads = operator.gradients(x, cotangents)
+    assert found["h"].shape == x["v"].shape
+    assert all(t.shape == x[name].shape for name, t in grads.items())
+    if size[-1] == 0:
+        assert torch.equal(found["c"], x["c_initial"]) and torch.equal(grads["c_initial"], cotangents["c"])
+
+
+def test_auto_takes_the_kernels(operator: Any) -> None:
+    x = make_inputs()
+    assert which(operator.function, **x, **operator.options).backend == "tk"
+    assert torch.equal(operator(x, "auto"), operator(x, "tk"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "remedy"),
+    [
+        ({"dtype": torch.float32}, "float32", "bfloat16"),
+        ({"dims": (20, 64)}, "20/64", "multiples of 16 up to 256/512"),
+        ({"dims": (64, 24)}, "64/24", "multiples of 16 up to 256/512"),
+        ({"dims": (272, 64)}, "272/64", "multiples of 16 up to 256/512"),
+        ({"dims": (64, 528)}, "64/528", "multiples of 16 up to 256/512"),
+    ],
+)
+def test_unsupported_operands(operator: Any, changed: dict[str, Any], reason: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        operator(make_inputs(seq=10, **changed))
+    assert reason in refused.value.reason
+    assert remedy in refused.value.remedy
+
+
+def test_a_thread_that_has_not_used_the_gpu(exponential: Any) -> None:
+    """No context of the device is current there yet."""
+    x = make_inputs(1, 2, 200, (64, 64))
+    expected, found = exponential.run(x), []
+    thread = threading.Thread(target=lambda: found.append(exponential.run(x)))
+    thread.start()
+    thread.join()
+    assert all(torch.equal(found[0][name], t) for name, t in expected.items())
+
+
+# autograd
+
+
+@pytest.mark.parametrize("name", [*TOKENS, "c_initial", "n_initial"])
+def test_one_gradient_alone(name: str, exponential: Any) -> None:
+    x = make_inputs(states=exponential.states)
+    cotangents = exponential.draw_cotangents(x, last=False)
+    expected = exponential.gradients(x, cotangents)
+    (found,) = exponential.gradients(x, cotangents, names=(name,)).values()
+    assert torch.equal(found, expected[name])
+
+
+def test_gradients_land_in_leaves(operator: Any) -> None:
+    """Layout, dtype and hooks as DDP expects them; a second backward adds to the first."""
+    x = relayout(make_inputs(states=operator.states), transposed)
+    leaves = {name: t.detach().requires_grad_(name != "m_initial") for name, t in x.items()}
+    called: list[str] = []
+    for name, t in leaves.items():
+        if t.requires_grad:
+            t.register_post_accumulate_grad_hook(lambda t, name=name: called.append(name))
+    dh = torch.randn_like(x["v"])
+    operator(leaves).backward(dh)
+    assert sorted(called) == sorted(name for name, t in leaves.items() if t.requires_grad)
+    once = {name: leaves[name].grad.clone() for name in called}
+    for name, grad in once.items():
+        assert (grad.dtype, leaves[name].grad.stride()) == (x[name].dtype, x[name].stride()), name
+    operator(leaves).backward(dh)
+    assert all(torch.equal(leaves[name].grad, grad + grad) for name, grad in once.items())
+
+
+def test_a_cache_that_is_updated_in_place(operator: Any) -> None:
+    x = make_inputs(states=operator.states)
+    dh = torch.randn_like(x["v"])
+    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
+    leaves = {name: t.detach().clone().requires_grad_(name in TOKENS) for name, t in x.items()}
+    h = operator(leaves)
+    for name in operator.states:
+        leaves[name].zero_()
+    h.backward(dh)
+    assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
+
+
+def test_two_calls_with_the_state_passed(operator: Any) -> None:
+    """The gradient of the first call comes through the state alone where its h is not used."""
+    x = make_inputs(2, 3, 500, states=operator.states)
+    dh = torch.randn_like(x["v"])
+    dh[:, :, :200] = 0
+
+    def in_two(leaves: Tensors) -> Tensor:
+        parts = [
+            {name: t[:, :, where] if name in TOKENS else t for name, t in leaves.items()}
+            for where in (slice(0, 200), slice(200, None))
+        ]
+        first = operator.run(parts[0])
+        state = {name: first[name[0]] for name in operator.states}
+        return torch.cat((first["h"], operator(parts[1] | state)), dim=2)
+
+    leaves = {name: t.clone().requires_grad_(name != "m_initial") for name, t in x.items()}
+    in_two(leaves).backward(dh)
+    found = {name: t.grad for name, t in leaves.items() if t.requires_grad}
+    assert_gradients(found, operator.true_gradients(x, {"h": dh}), x["q"].dtype)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+def test_torch_compile_of_packed_sequences(operator: Any, last: bool) -> None:
+    """Forward and backward in one graph each. Not the same bits, as without packing (test_calls.py): plain
+    calls have the cut of the backward, and keep the states there."""
+    torch._dynamo.reset()
+    x = draw_packed(operator, LENGTHS, (128, 256))
+    cotangents = operator.draw_cotangents(x, last)
+
+    def run(leaves: Tensors) -> list[Tensor]:
+        outputs = operator.run(leaves) if last else {"h": operator(leaves)}
+        return [outputs[name] for name in cotangents]
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True)):
+        leaves = {
+            name: t.clone().requires_grad_(name not in ("m_initial", "cu_seqlens")) for name, t in x.items()
+        }
+        outputs = function(leaves)
+        torch.autograd.backward(outputs, list(cotangents.values()))
+        results.append((outputs, {name: t.grad for name, t in leaves.items() if t.requires_grad}))
+    (expected_outputs, expected), (outputs, found) = results
+    assert all(relative_error(a, b) <= 5e-3 for a, b in zip(outputs, expected_outputs, strict=True))
+    assert_gradients(found, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["batch", "transposed", "packed"])
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_opcheck(operator: Any, rows: bool, last: bool, kind: str) -> None:
+    """Of both ops; rows: the forward leaves what a backward reads."""
+    x = make_inputs(2, 3, 70, (64, 128), states=operator.states)
+    if kind == "packed":
+        x = draw_packed(operator, [70, 0, 65], (64, 128))
+    elif kind == "transposed":
+        x = relayout(x, transposed)
+    tensors = [x.get(name) for name in (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")]
+    sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
+    options = (sigmoid_gate, operator.options.get("normalize", True), 1e-6)
+    opcheck(torch.ops.tfla_tk.mlstm_fwd.default, (*tensors, *options, last, rows))
+    h, c, n, _, *kept = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True)
+    grads = [torch.randn_like(t) for t in (h, c, n)]
+    given = (c, n, *grads) if last else (None, None, grads[0], None, None)
+    opcheck(torch.ops.tfla_tk.mlstm_bwd.default, (*tensors, h, *kept, *given, *options))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(operator: Any, reentrant: bool) -> None:
+    x = make_inputs(states=operator.states)
+    dh = torch.randn_like(x["v"])
+    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
+    leaves = {name: t.detach().requires_grad_(name in TOKENS) for name, t in x.items()}
+
+    def run(*tensors: Tensor) -> Tensor:
+        h: Tensor = operator(dict(zip(leaves, tensors, strict=True)))
+        return h
+
+    checkpoint(run, *leaves.values(), use_reentrant=reentrant).backward(dh)
+    assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+def test_the_ops_give_the_same_bits(operator: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels that plain eager calls go to without them."""
+    x = make_inputs(states=operator.states)
+    cotangents = operator.draw_cotangents(x, last)
+    direct = operator.gradients(x, cotangents)
+    monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+    dispatched = operator.gradients(x, cotangents)
+    assert all(torch.equal(direct[name], t) for name, t in dispatched.items())
+
+
+def test_a_profile_names_the_backward(operator: Any) -> None:
+    """Also where the forward was not profiled."""
+    leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
+    h = operator(leaves)
+    with torch.profiler.profile() as profile:
+        h.sum().backward()
+    assert "tfla_tk::mlstm_bwd" in {event.key for event in profile.key_averages()}
+
+
+def test_what_is_saved_may_be_kept_on_the_host(operator: Any) -> None:
+    x = make_inputs(states=operator.states)
+    cotangents = operator.draw_cotangents(x, last=True)
+    expected = operator.gradients(x, cotangents)
+    with torch.autograd.graph.save_on_cpu():
+        found = operator.gradients(x, cotangents)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_autocast(operator: Any) -> None:
+    """Gradients of fp32 operands in fp32, as exact as those of the operands that the kernels saw."""
+    x = make_inputs(dtype=torch.float32)
+    dh = torch.randn_like(x["v"]).bfloat16()
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        outputs = operator.run(leaves)
+    outputs["h"].backward(dh)
+    found = {name: t.grad for name, t in leaves.items()}
+    assert outputs["h"].dtype == torch.bfloat16 and {t.dtype for t in found.values()} == {torch.float32}
+    rounded = {name: t.bfloat16() if name in OPERANDS else t for name, t in x.items()}
+    assert_accurate({name: t.detach() for name, t in outputs.items()}, operator.truth(rounded))
+    assert_gradients(found, operator.true_gradients(rounded, {"h": dh}), torch.bfloat16)
+
+
+def test_double_backward_is_refused(operator: Any) -> None:
+    leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
+    (dq,) = torch.autograd.grad(operator(leaves).float().square().sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward of mLSTM is not implemented"):
+        dq.float().sum().backward()
+
+
+# transforms, and what autograd sees of states that are overwritten
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+@pytest.mark.parametrize("tokens", [None, 3], ids=["step", "sequence"])
+def test_a_saved_state_that_was_overwritten(
+    tokens: int | None, gate: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    """By a kernel, at its address: autograd refuses the backward that would read it."""
+    torch._dynamo.reset()
+    decoder = Decoder(*GATES[gate], tokens)
+    inputs = decoder.draw(dims=(64, 128), state=dtype)
+    state = [inputs[name] for name in STATE if name in decoder.names]
+    before = [x.clone() for x in state]
+    losses = [(torch.ones_like(x, requires_grad=True) * x).sum() for x in state]
+
+    def step(x: Tensors) -> Tensor:
+        return decoder(x, inplace=True)["h"]
+
+    with torch.no_grad():
+        (torch.compile(step, fullgraph=True) if compiled else step)(inputs)
+    assert not any(torch.equal(x, old) for x, old in zip(state, before, strict=True))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_gradients_per_sample(operator: Any) -> None:
+    """vmap of grad is one call with a larger batch: for every sample the gradients of a call of its own."""
+    x = make_inputs(4, 3, 130)
+    dh = operator.draw_cotangents(x, last=False)["h"]
+
+    def loss(sample: dict[str, Tensor], dh: Tensor) -> Tensor:
+        h = operator({name: t[None] for name, t in sample.items()})
+        return (h[0].float() * dh.float()).sum()
+
+    found = func.vmap(func.grad(loss))(x, dh)
+    expected = operator.gradients(x, {"h": dh})
+    assert all((found[name].shape, found[name].dtype) == (t.shape, t.dtype) for name, t in expected.items())
+    assert_gradients(found, expected, x["q"].dtype)
+
+
+def test_vmap_over_packed_sequences(operator: Any) -> None:
+    """All with the same offsets."""
+    x = draw_packed(operator, [70, 0, 65], (64, 128))
+    fixed = {name: t for name, t in x.items() if name not in TOKENS}
+    batch = [{name: x[name] * scale for name in TOKENS} for scale in (1, 0.5)]
+    stacked = {name: torch.stack([sample[name] for sample in batch]) for name in TOKENS}
+    found = func.vmap(lambda tokens: operator(tokens | fixed))(stacked)
+    for h, sample in zip(found, batch, strict=True):
+        torch.testing.assert_close(h, operator(sample | fixed), rtol=1e-2, atol=1e-2)
+
+
+def test_forward_mode(operator: Any) -> None:
+    """Refused by name; under auto the reference's tangent."""
+    x = make_inputs(1, 2, 70, (64, 64))
+
+    def tangent(backend: str) -> Tensor:
+        found: Tensor = func.jvp(lambda q: operator(x | {"q": q}, backend), (x["q"],), (x["k"],))[1]
+        return found
+
+    operator(x)
+    with pytest.raises(UnsupportedError, match="backend='reference'"):
+        tangent("tk")
+    found = tangent("auto")
+    assert found.abs().sum() > 0 and torch.equal(found, tangent("reference"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flops(operator: Any, compiled: bool) -> None:
+    torch._dynamo.reset()
+    leaves = {name: t.requires_grad_() for name, t in make_inputs(2, 3, 130, (64, 128)).items()}
+    run = torch.compile(operator) if compiled else operator
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            run(leaves).sum().backward()
+        assert counter.get_total_flops() == cost("mlstm_exp", Shape(2, 130, 3, 64, 128), "fwdbwd").flops
+        run(leaves).sum().backward()
