@@ -16,8 +16,8 @@ class Fault(NamedTuple):
     Attributes:
         text: occurs exactly once in the file; where it does not, the fault is gone.
         tests: arguments of pytest, as in a shell: the tests that should notice.
-        instance: a kernel with the text that these tests take, by its name; empty: the fault is in Python,
-            and its tests need no GPU.
+        instance: a kernel with the text that these tests take, by its name; empty: they need no GPU, since
+            the fault is in Python, or in a kernel that runs on a CPU there.
     """
 
     name: str
@@ -157,6 +157,12 @@ PYTHON = (
     Fault("offsets on the CPU are not compared", "tfla_tk/calls/linear.py",
           "    check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    state_v_first", "    state_v_first",
           "tests/cpu/api/test_simple_gla_refusals.py -k 'packing or offsets'"),
+    # kernels whose sources run on a CPU in their tests
+    Fault("sums of two tokens in one place", "kernels/decode/k_first.cuh",
+          "set ^= 1;", "", "tests/cpu/kernels/test_recurrent.py -k 'single_calls and False'"),
+    Fault("row of the state that u belongs to", "kernels/decode/v_first.cuh",
+          "lane - sub + r * kPerRow", "lane - sub + r",
+          "tests/cpu/kernels/test_recurrent.py -k 'single_calls and gla'"),
     Fault("80th percentile of times", "bench/timing.py",
           "cuts[0], cuts[3], len(times)", "cuts[0], cuts[2], len(times)",
           "tests/cpu/bench/test_timing.py"),
