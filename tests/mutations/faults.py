@@ -162,7 +162,7 @@ PYTHON = (
           "set ^= 1;", "", "tests/cpu/kernels/test_recurrent.py -k 'single_calls and False'"),
     Fault("row of the state that u belongs to", "kernels/decode/v_first.cuh",
           "lane - sub + r * kPerRow", "lane - sub + r",
-          "tests/cpu/kernels/test_recurrent.py -k 'single_calls and gla'"),
+          "tests/cpu/kernels/test_recurrent.py -k 'against_fp64 and gla'"),
     Fault("80th percentile of times", "bench/timing.py",
           "cuts[0], cuts[3], len(times)", "cuts[0], cuts[2], len(times)",
           "tests/cpu/bench/test_timing.py"),
