@@ -188,6 +188,51 @@ def test_bad_states_in_place(changed: dict[str, Any], message: str) -> None:
         tfla_tk.fused_recurrent_gla(**x)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_registered_ops(name: str, in_place: bool) -> None:
+    """Against the reference, and by opcheck; in place with a pool."""
+    x = draw_of(name, seq=3, batch=2, dtype=torch.float32)
+    gate = x.get("gk", x.get("g"))
+    if name == "retention":
+        gate = reference.retention_log_decay(4)
+    state = x["initial_state"]
+    scale, flags = 16**-0.5, (False, False, False, False)
+    given = *(x[key] for key in "qkv"), gate, x.get("beta"), None, None
+    expected = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, output_final_state=True)
+    if not in_place:
+        args: tuple[Any, ...] = *given, state, scale, *flags, True
+        torch.testing.assert_close(torch.ops.tfla_tk.recurrent(*args), expected)
+        torch.library.opcheck(torch.ops.tfla_tk.recurrent.default, args)
+        return
+    pool, indices = torch.cat([state, state]), torch.tensor([3, 0], dtype=torch.int32)
+    pool[3], pool[0] = state[0].clone(), state[1].clone()
+    args = *given, pool, scale, *flags, indices
+    torch.library.opcheck(torch.ops.tfla_tk.recurrent_.default, args)
+    o = torch.ops.tfla_tk.recurrent_(*args)
+    torch.testing.assert_close((o, pool[[3, 0]]), expected)
+
+
+def test_the_registered_ops_have_no_gradients() -> None:
+    x = draw_of("gla", seq=3)
+    x["q"].requires_grad_()
+    args = *(x[key] for key in ("q", "k", "v", "gk")), None, None, None, x["initial_state"]
+    with pytest.raises(RuntimeError, match="tfla_tk::recurrent has no gradients"):
+        torch.ops.tfla_tk.recurrent(*args, 0.25, False, False, False, False, True)
+
+
+@of_every_name
+def test_compiled(name: str) -> None:
+    x = draw_of(name, seq=1, dtype=torch.float32)
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+
+    def step(x: dict[str, Tensor]) -> Any:
+        return function(**x, output_final_state=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), step(x))
+
+
 def test_which_of_a_few_tokens() -> None:
     """The decoding kernels take a few tokens, unless gradients are wanted."""
     x = {key: value.bfloat16() for key, value in draw_of("gla", seq=8).items()}
