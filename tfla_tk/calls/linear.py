@@ -57,8 +57,12 @@ class LinearCall(Call):
     state_in_place: torch.dtype | None = None
 
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
-        """Whether a recurrence serves the call best: up to `most` tokens without gradients."""
-        return self.recurrent and not self.requires_grad and self.seq <= most
+        """Whether a recurrence serves the call best: up to `most` tokens per sequence, without gradients.
+
+        Of packed sequences, whose lengths are on the device, the mean counts.
+        """
+        sequences = self.sequences if self.varlen else 1
+        return self.recurrent and not self.requires_grad and self.seq <= most * sequences
 
 
 class SimpleGLACore(NamedTuple):

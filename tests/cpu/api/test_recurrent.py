@@ -242,3 +242,6 @@ def test_which_of_a_few_tokens() -> None:
     assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
     x = {key: value.bfloat16() for key, value in draw_of("gla", seq=9).items()}
     assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
+    of_ten = draw_of("gla", seq=60, batch=1, rows=10)
+    x = {key: value.bfloat16() for key, value in of_ten.items()} | {"cu_seqlens": torch.arange(0, 66, 6)}
+    assert reason in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
