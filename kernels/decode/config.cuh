@@ -32,7 +32,7 @@ template <int K> struct Part<Layout::v_first, K> {
 // A CTA owns a slice of columns with all K rows: a thread has eight rows and four columns of a pass, kLanes
 // lanes are side by side.
 template <int K> struct Part<Layout::k_first, K> {
-    static constexpr int kLanes = 8;  // 128 bytes of a row of an fp32 state
+    static constexpr int kLanes = K == 256 ? 4 : 8;  // 64 or 128 bytes of a row of an fp32 state
     static constexpr int kRows = 8, kSlice = 4 * kLanes;
     static constexpr int kThreads = K * kLanes / kRows;
     static constexpr int kStep = K / kRows;  // between two rows of a thread
@@ -47,8 +47,8 @@ template <Layout kLayout_, class State_, Decay kDecay_, Write kWrite_, int K_, i
     static constexpr Decay kDecay = kDecay_;
     static constexpr Write kWrite = kWrite_;
     static constexpr int K = K_;
-    static constexpr int kTokens = kTokens_;  // most of a call: 1 or kDecodeMostTokens
-    static_assert(kTokens == 1 || kTokens == kDecodeMostTokens);
+    static constexpr int kTokens = kTokens_;  // 1: of every entry, or kDecodeTokens: of a turn
+    static_assert(kTokens == 1 || kTokens == kDecodeTokens);
     using Part = decode::Part<kLayout, K>;
 
     // CTAs per multiprocessor: 20 warps of 96 registers per thread with one token, 16 of 128 with several, so

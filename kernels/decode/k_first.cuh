@@ -13,7 +13,6 @@ template <class C> struct KFirst {
     using P = typename C::Part;
     static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
     static constexpr int L = P::kLanes, R = P::kRows, kSide = 32 / L;
-    static constexpr int kLoads = kMostPasses * P::kSlice / 32;  // numbers of v of a lane and token
     static constexpr bool kDelta = C::kWrite == Write::delta;
 
     struct Memory {
@@ -23,7 +22,9 @@ template <class C> struct KFirst {
 
     const DecodeParams& p;
     Memory& memory;
-    const int passes, lane, warp, column, row, batch, head, tokens, slice, count;
+    const Entry entry;
+    const bool goes_on;  // behind a turn that has written the state
+    const int passes, lane, warp, column, row, head, slice, count;
     std::int64_t out;
     const State* from;
     State* to;
@@ -31,43 +32,46 @@ template <class C> struct KFirst {
     Four<State> words[R];
     int set = 0;
 
-    __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes)
+    __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes, int start)
         : p(p),
           memory(memory),
+          entry(p, blockIdx.z, start),
+          goes_on(start > 0),
           passes(passes),
           lane(threadIdx.x % 32),
           warp(threadIdx.x / 32),
           column(lane % L),
           row(warp * kSide + lane / L),
-          batch(blockIdx.z),
           head(blockIdx.y),
-          tokens(T == 1 ? 1 : p.tokens),
           slice(blockIdx.x * passes * P::kSlice),
           count(passes * P::kSlice),
-          out(start_of(p.o, batch, 0, head) + slice),
           stride(static_cast<std::int64_t>(P::kStep) * p.dim_v) {}
 
+    // Whether the entry has no more tokens than this turn takes.
+    __device__ inline bool is_last() const { return T == 1 || entry.tokens <= T; }
+
     __device__ inline void run() {
-        const int slot = p.slots != nullptr ? p.slots[batch] : batch;
+        const int slot = p.slots != nullptr ? p.slots[blockIdx.z] : blockIdx.z;
+        const int tokens = T == 1 ? 1 : min(T, entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
-        unsigned values[kLoads] = {};
-        if (warp < tokens) load_token(raw, values, warp);
-        if (slot < 0) return store_zeros();
+        if (warp < tokens) raw.load(p, entry, warp, head, slice, count, lane);
+        out = start_of(p.o, entry.batch, entry.first, head) + slice;
+        if (slot < 0) return store_zeros(tokens);
 
         const std::int64_t element =
             (static_cast<std::int64_t>(head) * K + row) * p.dim_v + slice + column * 4;
-        from = static_cast<const State*>(p.before.data) + slot * p.before.slot_stride + element;
+        const StatePool& before = goes_on ? p.after : p.before;
+        from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
         to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
         load_state();
+        if (warp < tokens) raw.finish(p, memory.tokens, warp, count, lane);
+        if constexpr (kWarps < T) {
 #pragma unroll 1
-        for (int t = warp; t < tokens; t += kWarps) {
-            if (t != warp) load_token(raw, values, t);
-#pragma unroll
-            for (int n = 0; n < kLoads; n++)
-                if (lane + n * 32 < count)
-                    memory.tokens.v[t][lane + n * 32] = number_of(values[n], p.v.dtype);
-            raw.finish(p, memory.tokens, t, lane);
+            for (int t = warp + kWarps; t < tokens; t += kWarps) {
+                raw.load(p, entry, t, head, slice, count, lane);
+                raw.finish(p, memory.tokens, t, count, lane);
+            }
         }
         __syncthreads();
 
@@ -87,15 +91,7 @@ template <class C> struct KFirst {
         }
     }
 
-    __device__ inline void load_token(RawToken<C>& raw, unsigned (&values)[kLoads], int t) {
-        raw.load(p, batch, t, head, lane);
-        const std::int64_t at = start_of(p.v, batch, t, head) + slice + lane;
-#pragma unroll
-        for (int n = 0; n < kLoads; n++)
-            if (lane + n * 32 < count) values[n] = load_bits(p.v.data, p.v.dtype, at + n * 32);
-    }
-
-    __device__ inline void store_zeros() {
+    __device__ inline void store_zeros(int tokens) {
 #pragma unroll 1
         for (int t = 0; t < tokens; t++)
 #pragma unroll 1
@@ -104,7 +100,7 @@ template <class C> struct KFirst {
     }
 
     __device__ inline void load_state() {
-        if (p.before.data != nullptr) {
+        if (goes_on || p.before.data != nullptr) {
             const State* at = from;
 #pragma unroll
             for (int r = 0; r < R; r++) {
@@ -175,7 +171,7 @@ template <class C> struct KFirst {
             round_between_tokens<C>(s[r]);
         }
         if constexpr (!kDelta) __syncthreads();
-        if (warp == 0) {
+        if (warp == 0 && lane % 8 < L) {  // of four lanes side by side, pairs have the same column
             float sum = 0.f;
 #pragma unroll
             for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * P::kSlice + mine]);

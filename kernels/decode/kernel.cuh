@@ -1,4 +1,4 @@
-// One to kDecodeMostTokens tokens of a linear recurrence: the state is read once and written once.
+// A few tokens of a linear recurrence: the state is read once and written once.
 //
 //     1  load q, k, the gates and v; they lie in the L2 or are small
 //     2  load the state, 64 to 80 kB in flight per multiprocessor
@@ -20,16 +20,19 @@ struct Globals {
     int passes;
 };
 
+// A turn takes up to C::kTokens tokens.
 template <class C>
 __global__ __launch_bounds__(C::Part::kThreads,
                              C::kCtas) void decode_kernel(const __grid_constant__ Globals g) {
     TFLA_DEVICE_CODE {
-        if constexpr (C::kLayout == Layout::v_first) {
-            __shared__ typename VFirst<C>::Memory memory;
-            VFirst<C>(g.p, g.passes).run(memory);
-        } else {
-            __shared__ typename KFirst<C>::Memory memory;
-            KFirst<C>(g.p, memory, g.passes).run();
+        using Turn = std::conditional_t<C::kLayout == Layout::v_first, VFirst<C>, KFirst<C>>;
+        __shared__ typename Turn::Memory memory;
+#pragma unroll 1
+        for (int start = 0;; start += C::kTokens) {
+            Turn turn(g.p, memory, g.passes, start);
+            turn.run();
+            if (turn.is_last()) return;
+            __syncthreads();
         }
     }
 }

@@ -20,14 +20,15 @@ PerHead read_per_head(Arguments& x) {
 // Address, or 0, and the stride of slots.
 StatePool read_pool(Arguments& x) { return {x.pointer<void>(), x.integer()}; }
 
-// q, k, v, o, g, beta, A_log, dt_bias, states before, states after, dtype of the states, slots, batch, heads,
-// heads of v, K, V, tokens, scale, v_first, by_channel, delta_rule, l2norm, beta_sigmoid, beta_double,
-// device, stream.
+// q, k, v, o, g, beta, A_log, dt_bias, states before, states after, dtype of the states, slots, offsets,
+// whether they are 64-bit, batch, heads, heads of v, K, V, tokens, scale, v_first, by_channel, delta_rule,
+// l2norm, beta_sigmoid, beta_double, device, stream.
 void launch_tokens(Arguments& x) {
     DecodeParams p{read_numbers(x), read_numbers(x), read_numbers(x),  read_numbers(x),
                    read_numbers(x), read_numbers(x), read_per_head(x), read_per_head(x)};
     p.before = read_pool(x), p.after = read_pool(x), p.state_dtype = x.dtype(),
     p.slots = x.pointer<const int>();
+    p.offsets = x.pointer<const void>(), p.offsets_are_64bit = x.flag();
     p.batch = x.number(), p.heads = x.number(), p.value_heads = x.number();
     p.dim_k = x.number(), p.dim_v = x.number(), p.tokens = x.number(), p.scale = x.real();
     p.v_first = x.flag(), p.by_channel = x.flag(), p.delta_rule = x.flag(), p.l2norm = x.flag();
@@ -45,7 +46,7 @@ std::vector<std::int64_t> columns(Arguments& x) {
 
 Launcher functions() {
     return {{{.name = "decode", .run = &launch_tokens}, {.name = "decode_columns", .tell = &columns}},
-            {{"MOST_TOKENS", kDecodeMostTokens}}};
+            {{"DECODE_TOKENS", kDecodeTokens}}};
 }
 
 }  // namespace

@@ -29,8 +29,13 @@ template <class X> void skip(X*& data, std::int64_t elements, DType dtype) {
 
 // The call from a batch entry on.
 inline DecodeParams from_entry(DecodeParams p, int entry) {
-    for (Numbers* x : {&p.q, &p.k, &p.v, &p.o, &p.g, &p.beta})
-        skip(x->data, entry * x->batch_stride, x->dtype);
+    if (p.offsets != nullptr) {
+        const std::int64_t bytes = p.offsets_are_64bit ? 8 : 4;
+        p.offsets = static_cast<const char*>(p.offsets) + entry * bytes;
+    } else {
+        for (Numbers* x : {&p.q, &p.k, &p.v, &p.o, &p.g, &p.beta})
+            skip(x->data, entry * x->batch_stride, x->dtype);
+    }
     if (p.slots != nullptr) {
         p.slots += entry;
     } else {
@@ -55,10 +60,10 @@ template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream
 template <Layout kLayout, class State, Decay kDecay, Write kWrite>
 void launch_of(const DecodeParams& p, cudaStream_t stream) {
     with_tile_of(p.dim_k, [&]<int K>() {
-        if (p.tokens == 1)
+        if (p.tokens == 1 && p.offsets == nullptr)
             launch_config<Config<kLayout, State, kDecay, kWrite, K, 1>>(p, stream);
         else
-            launch_config<Config<kLayout, State, kDecay, kWrite, K, kDecodeMostTokens>>(p, stream);
+            launch_config<Config<kLayout, State, kDecay, kWrite, K, kDecodeTokens>>(p, stream);
     });
 }
 
@@ -99,8 +104,6 @@ int decode_columns(int dim_k, bool v_first) {
 }
 
 void run_decode(const DecodeParams& params, void* stream) {
-    if (params.tokens < 1 || params.tokens > kDecodeMostTokens)
-        throw std::invalid_argument("decode: takes 1 to " + std::to_string(kDecodeMostTokens) + " tokens");
     if (params.dim_v % decode_columns(params.dim_k, params.v_first) != 0)
         throw std::invalid_argument("decode: no kernel takes so many columns of V");
     const DeviceGuard guard(params.device, decode::kName);

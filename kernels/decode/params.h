@@ -26,9 +26,11 @@ struct StatePool {
     std::int64_t slot_stride;  // elements from the state of a slot to that of the next
 };
 
-constexpr int kDecodeMostTokens = 4;  // of a launch
+// Tokens for which a state is read and written once; more take several turns. Calls of one token have kernels
+// of their own.
+constexpr int kDecodeTokens = 4;
 
-// One to kDecodeMostTokens tokens of a linear recurrence. Per token and head of v:
+// A few tokens of a linear recurrence. Per token and head of v:
 //
 //     S <- decay S          decay = e^g: a number, or one per key channel
 //     u = v                 or by the delta rule u = beta (v - S^T k)
@@ -42,9 +44,13 @@ struct DecodeParams {
     PerHead a_log, dt_bias;  // a_log.data is null: g is the log decay
     StatePool before, after;
     DType state_dtype;
-    const int*
-        slots;  // of the batch entries in both pools; null: their own number. Below 0: o is 0, no state
-    int batch, heads, value_heads, dim_k, dim_v, tokens;
+    // Of the batch entries in both pools; null: their own number. Below 0: o is 0, there is no state.
+    const int* slots;
+    // [batch + 1] of packed sequences, which are the entries then; null: all entries have as many tokens.
+    const void* offsets;
+    bool offsets_are_64bit;
+    int batch, heads, value_heads, dim_k, dim_v;
+    int tokens;  // of every entry; not read where they are packed
     float scale;
     bool v_first, by_channel, delta_rule;
     bool l2norm;                     // q and k are divided by their norms

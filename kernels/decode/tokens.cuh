@@ -7,10 +7,28 @@
 
 namespace tfla_tk::decode {
 
-// In shared memory. K-first also keeps v here.
+// A batch entry's tokens from one of them on: by which batch and number that one is found, and how many there
+// are.
+struct Entry {
+    int batch, first, tokens;
+
+    __device__ inline Entry(const DecodeParams& p, int entry, int start)
+        : batch(entry), first(start), tokens(p.tokens - start) {
+        if (p.offsets == nullptr) return;
+        const int begin = offset(p, entry);
+        batch = 0, first = begin + start, tokens = offset(p, entry + 1) - first;
+    }
+    __device__ static inline int offset(const DecodeParams& p, int n) {
+        return p.offsets_are_64bit ? static_cast<int>(static_cast<const std::int64_t*>(p.offsets)[n])
+                                   : static_cast<const int*>(p.offsets)[n];
+    }
+};
+
+// In shared memory. A warp of V-first that takes one token has its own, and v in registers.
 template <class C> struct alignas(16) Tokens {
     static constexpr bool kChannel = C::kDecay == Decay::channel;
-    static constexpr int kValues = C::kLayout == Layout::k_first ? kMostPasses * C::Part::kSlice : 4;
+    static constexpr bool kHasValues = C::kLayout == Layout::k_first || C::kTokens > 1;
+    static constexpr int kValues = kHasValues ? kMostPasses * C::Part::kSlice : 4;
     float k[C::kTokens][C::K], q[C::kTokens][C::K];  // by Part::place
     float channel[kChannel ? C::kTokens : 1][kChannel ? C::K : 4];
     float v[C::kTokens][kValues];
@@ -26,10 +44,21 @@ template <class C> struct RawToken {
     static constexpr int N = C::K / 32;
     static constexpr bool kChannel = C::kDecay == Decay::channel;
     static constexpr int kGates = kChannel ? N : 1;
-    unsigned k[N], q[N], g[kGates], beta, a_log, dt_bias;
+    static constexpr bool kHasValues = Tokens<C>::kHasValues;
+    static constexpr int kLoads = kHasValues ? Tokens<C>::kValues / 32 : 1;
+    unsigned k[N], q[N], g[kGates], v[kLoads], beta, a_log, dt_bias;
 
-    __device__ inline void load(const DecodeParams& p, int batch, int token, int value_head, int lane) {
+    // first, columns: of V, those that the CTA takes.
+    __device__ inline void load(const DecodeParams& p, const Entry& entry, int number, int value_head,
+                                int first, int columns, int lane) {
         const int head = value_head / (p.value_heads / p.heads);
+        const int batch = entry.batch, token = entry.first + number;
+        if constexpr (kHasValues) {
+            const std::int64_t at = start_of(p.v, batch, token, value_head) + first + lane;
+#pragma unroll
+            for (int n = 0; n < kLoads; n++)
+                if (lane + n * 32 < columns) v[n] = load_bits(p.v.data, p.v.dtype, at + n * 32);
+        }
         load_bits(k, p.k.data, p.k.dtype, start_of(p.k, batch, token, head) + lane);
         load_bits(q, p.q.data, p.q.dtype, start_of(p.q, batch, token, head) + lane);
         if (p.g.data != nullptr) {
@@ -63,7 +92,13 @@ template <class C> struct RawToken {
         return p.beta_double ? __fadd_rn(once, once) : once;
     }
 
-    __device__ inline void finish(const DecodeParams& p, Tokens<C>& to, int token, int lane) const {
+    __device__ inline void finish(const DecodeParams& p, Tokens<C>& to, int token, int columns,
+                                  int lane) const {
+        if constexpr (kHasValues) {
+#pragma unroll
+            for (int n = 0; n < kLoads; n++)
+                if (lane + n * 32 < columns) to.v[token][lane + n * 32] = number_of(v[n], p.v.dtype);
+        }
         float key[N], query[N], keys = 0.f, queries = 0.f, both = 0.f;
 #pragma unroll
         for (int n = 0; n < N; n++) {

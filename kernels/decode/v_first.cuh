@@ -22,46 +22,55 @@ template <class C> struct VFirst {
     };
 
     const DecodeParams& p;
-    const int passes, lane, warp, sub, side, batch, head, tokens, slice;
+    Memory& memory;
+    const Entry entry;
+    const bool goes_on;  // behind a turn that has written the state
+    const int passes, lane, warp, sub, side, head, slice;
     const int own;            // the row whose sums this lane gets
-    const bool writes;        // its number of o
+    const bool writes;        // its numbers of o
     std::int64_t out, value;  // of o and v, for that row
     const State* from;
     State* to;
     Four<State> words[R][W];
-    unsigned values[T];  // of v
+    unsigned own_value;  // of v, of one token
 
-    __device__ inline VFirst(const DecodeParams& p, int passes)
+    __device__ inline VFirst(const DecodeParams& p, Memory& memory, int passes, int start)
         : p(p),
+          memory(memory),
+          entry(p, blockIdx.z, start),
+          goes_on(start > 0),
           passes(passes),
           lane(threadIdx.x % 32),
           warp(threadIdx.x / 32),
           sub(lane % L),
           side(lane / L),
-          batch(blockIdx.z),
           head(blockIdx.y),
-          tokens(T == 1 ? 1 : p.tokens),
           slice(blockIdx.x * passes * P::kSlice + warp * P::kWarpSlice),
           own(slice + sub / kPerRow * P::kSide + side),
-          writes(sub % kPerRow == 0),
-          out(start_of(p.o, batch, 0, head) + own),
-          value(start_of(p.v, batch, 0, head) + own) {}
+          writes(sub % kPerRow == 0) {}
 
-    __device__ inline void run(Memory& memory) {
-        const int slot = p.slots != nullptr ? p.slots[batch] : batch;
+    // Whether the entry has no more tokens than this turn takes.
+    __device__ inline bool is_last() const { return T == 1 || entry.tokens <= T; }
+
+    __device__ inline void run() {
+        const int slot = p.slots != nullptr ? p.slots[blockIdx.z] : blockIdx.z;
+        const int tokens = T == 1 ? 1 : min(T, entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
         const int first = kShared ? warp : 0;
-        if (first < tokens) raw.load(p, batch, first, head, lane);
-        if (slot < 0) return store_zeros();
+        if (first < tokens) raw.load(p, entry, first, head, first_column(), passes * P::kSlice, lane);
+        out = start_of(p.o, entry.batch, entry.first, head) + own;
+        value = start_of(p.v, entry.batch, entry.first, head) + own;
+        if (slot < 0) return store_zeros(tokens);
 
         const std::int64_t element = (static_cast<std::int64_t>(head) * p.dim_v + slice + side) * K + sub * 4;
-        from = static_cast<const State*>(p.before.data) + slot * p.before.slot_stride + element;
+        const StatePool& before = goes_on ? p.after : p.before;
+        from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
         to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
-        load_values();  // before the state: in fp32 they wait for the token's bits
+        if constexpr (!kShared) load_value();  // before the state: in fp32 it waits for the token's bits
         load_state();
         Tokens<C>& prepared = memory.tokens[kShared ? 0 : warp];
-        if (first < tokens) raw.finish(p, prepared, first, lane);
+        if (first < tokens) raw.finish(p, prepared, first, passes * P::kSlice, lane);
         if constexpr (kShared)
             __syncthreads();
         else
@@ -74,28 +83,21 @@ template <class C> struct VFirst {
             for (int r = 0; r < R; r++)
 #pragma unroll
                 for (int w = 0; w < W; w++) widen<State>(s[r][w], words[r][w]);
-            unsigned now[T];
-#pragma unroll
-            for (int t = 0; t < T; t++) now[t] = values[t];
             const bool more = pass + 1 < passes;
             // NOTES: of fp32 behind the stores, since it takes the registers of s
             if (sizeof(State) < 4 && more) load_state();
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) {
-                step(prepared, s, now[0], t);
-#pragma unroll
-                for (int next = 1; next < T; next++) now[next - 1] = now[next];
-            }
+            for (int t = 0; t < tokens; t++) step(prepared, s, pass, t);
             store_state(s);
             out += P::kSlice;
             if (more) {
                 if (sizeof(State) == 4) load_state();
-                load_values();
+                if constexpr (!kShared) load_value();
             }
         }
     }
 
-    __device__ inline void store_zeros() {
+    __device__ inline void store_zeros(int tokens) {
 #pragma unroll 1
         for (int pass = 0; pass < passes; pass++)
 #pragma unroll 1
@@ -103,15 +105,16 @@ template <class C> struct VFirst {
                 if (writes) store_output(p, out + pass * P::kSlice + t * p.o.token_stride, 0.f);
     }
 
-    __device__ inline void load_values() {
-#pragma unroll
-        for (int t = 0; t < T; t++)
-            values[t] = t < tokens ? load_bits(p.v.data, p.v.dtype, value + t * p.v.token_stride) : 0;
+    __device__ inline int first_column() const { return blockIdx.x * passes * P::kSlice; }
+
+    // Of the one token's v, and moves on to that of the next pass.
+    __device__ inline void load_value() {
+        own_value = load_bits(p.v.data, p.v.dtype, value);
         value += P::kSlice;
     }
 
     __device__ inline void load_state() {
-        if (p.before.data != nullptr) {
+        if (goes_on || p.before.data != nullptr) {
 #pragma unroll
             for (int r = 0; r < R; r++)
 #pragma unroll
@@ -137,7 +140,7 @@ template <class C> struct VFirst {
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
-    __device__ inline void step(const Tokens<C>& prepared, float (&s)[R][W][4], unsigned v, int t) {
+    __device__ inline void step(const Tokens<C>& prepared, float (&s)[R][W][4], int pass, int t) {
         float x[R] = {}, y[R] = {};
         float k[W][4], decay[W][4];
 #pragma unroll
@@ -153,7 +156,11 @@ template <class C> struct VFirst {
                     y[r] = __fmaf_rn(s[r][w][e], channels.decayed_q[e], y[r]);
                 }
         }
-        float u = number_of(v, p.v.dtype);
+        float u;
+        if constexpr (kShared)
+            u = prepared.v[t][pass * P::kSlice + own - first_column()];
+        else
+            u = number_of(own_value, p.v.dtype);
         if constexpr (kDelta)
             u = __fmul_rn(prepared.beta[t], __fsub_rn(u, sum_by_halving<R, L / 2, 1>(x, lane)));
         const float sum = sum_by_halving<R, L / 2, 1>(y, lane);

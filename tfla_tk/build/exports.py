@@ -17,7 +17,7 @@ EXPECTED: dict[str, Any] = {
     **{name: getattr(layout, name) for name in _OF_LAYOUT},
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
     "MAX_KEYS": MAX_DIM_QK,
-    "MOST_TOKENS": RECURRENT_TOKENS,
+    "DECODE_TOKENS": RECURRENT_TOKENS,
 }
 
 

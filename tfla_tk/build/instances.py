@@ -23,7 +23,7 @@ MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
-# head dims of keys, and tokens of one launch, of the other operators token by token
+# head dims of keys of the other operators token by token, and tokens for which a state is read once
 RECURRENT_KEYS = (64, 96, 128, 256)
 RECURRENT_TOKENS = 4
 # tokens of one call of mlstm_sequence
@@ -98,7 +98,7 @@ DECODING = Launcher(
     (),
     (*_EVERY, "MAX_KEYS", "MAX_SLICES"),
 )
-RECURRENT = Launcher("recurrent", "decode/launcher.cu", "decode/launcher.cpp", (), (*_EVERY, "MOST_TOKENS"))
+RECURRENT = Launcher("recurrent", "decode/launcher.cu", "decode/launcher.cpp", (), (*_EVERY, "DECODE_TOKENS"))
 # has the kernels of the gates' gradients, too, with a scalar decay
 DELTA_RULE = Launcher(
     "delta_rule",
@@ -392,7 +392,7 @@ def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim
 
 def recurrent_columns(dim_k: int, v_first: bool) -> int:
     """The columns of V that these take together: V is a multiple."""
-    return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
+    return 64 if dim_k == 64 and v_first else 16 if dim_k == 256 else 32
 
 
 def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:

@@ -21,10 +21,13 @@ class RecurrentCore(NamedTuple):
 
     Attributes:
         q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
-        g: log decay [B, T, HV], [HV] or [B, T, H, K]; with A_log what it is made from; None: nothing decays.
+        g: log decay [B, T, HV] or [B, T, H, K]; with A_log what it is made from; None: nothing decays.
         beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
         A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
-        initial_state: [B, HV, K, V], or [B, HV, V, K] with state_v_first; None: zeros.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number
+            of packed sequences.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
+            host.
         scale: of q.
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
@@ -39,6 +42,7 @@ class RecurrentCore(NamedTuple):
     A_log: MaybeTensor
     dt_bias: MaybeTensor
     initial_state: MaybeTensor
+    cu_seqlens: MaybeTensor
     scale: float
     state_v_first: bool
     qk_l2norm: bool
@@ -52,10 +56,15 @@ class RecurrentCore(NamedTuple):
         return self.g is not None and self.g.dim() == 4
 
     @property
+    def sequences(self) -> int:
+        """N."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         """Of the states before and after."""
         dims = self.q.shape[-1], self.v.shape[-1]
-        return self.q.shape[0], self.v.shape[2], *(dims[::-1] if self.state_v_first else dims)
+        return self.sequences, self.v.shape[2], *(dims[::-1] if self.state_v_first else dims)
 
 
 def check_recurrent(

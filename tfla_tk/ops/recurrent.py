@@ -21,15 +21,14 @@ from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
 
 _library = library.get()
+_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+_FLAGS = "float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, bool neg_eigval, "
 _library.define(
-    "recurrent(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? initial_state, float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, "
-    "bool neg_eigval, bool output_final_state) -> (Tensor o, Tensor last)"
+    f"recurrent({_GIVEN}Tensor? initial_state, Tensor? cu_seqlens, {_FLAGS}bool output_final_state)"
+    " -> (Tensor o, Tensor last)"
 )
 _library.define(
-    "recurrent_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor(a!) state, float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, bool neg_eigval, "
-    "Tensor? state_indices) -> Tensor o"
+    f"recurrent_({_GIVEN}Tensor(a!) state, Tensor? cu_seqlens, {_FLAGS}Tensor? state_indices) -> Tensor o"
 )
 _op = torch.ops.tfla_tk.recurrent.default
 _op_in_place = torch.ops.tfla_tk.recurrent_.default
@@ -53,18 +52,18 @@ def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) ->
 
 
 def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentCore:
-    q, k, v, g, *more, initial_state, _, _ = tensors
+    q, k, v, g, *more, initial_state, cu_seqlens, _ = tensors
     beta = a_log = dt_bias = None
     if kernel == "delta_rule":
         beta, a_log, dt_bias = more
-    elif kernel == "simple_gla" and g is None:
-        (g,) = more
+    elif kernel == "simple_gla" and g is None and more[0] is not None:
+        g = more[0].expand(v.shape[:3])
     flags = (False, False, False)
     if isinstance(call, DeltaRuleCall):
         flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
     raw = (a_log, dt_bias) if call.gate == "raw" else (None, None)
     options = call.scale, call.state_v_first, *flags, call.output_final_state
-    return RecurrentCore(q, k, v, g, beta, *raw, initial_state, *options)
+    return RecurrentCore(q, k, v, g, beta, *raw, initial_state, cu_seqlens, *options)
 
 
 def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
@@ -81,6 +80,7 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     if core.state_v_first and state is not None:
         state = state.mT
     options: dict[str, Any] = {"scale": core.scale, "initial_state": state, "output_final_state": True}
+    options["cu_seqlens"] = core.cu_seqlens
     if beta is not None and g is not None:
         o, last = forms.gated_delta_rule_recurrent(q, k, core.v, g, beta, **options)
     elif beta is not None:
@@ -88,10 +88,7 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     elif core.by_channel:
         o, last = forms.gla_recurrent(q, k, core.v, g, **options)
     else:
-        per_head = g is not None and g.dim() == 1
-        o, last = forms.simple_gla_recurrent(
-            q, k, core.v, None if per_head else g, g if per_head else None, **options
-        )
+        o, last = forms.simple_gla_recurrent(q, k, core.v, g, **options)
     out = _as_fake(*core)
     out[0].copy_(o)
     if core.output_final_state:
@@ -146,7 +143,10 @@ _library.impl("recurrent", _on_cpu, "CPU")
 _library.impl("recurrent", _on_cuda, "CUDA")
 _library.register_fake("recurrent", _as_fake)
 _library.impl("recurrent", autograd.without_gradients("recurrent", _op, _TENSORS), "Autograd")
-_library.register_vmap("recurrent", transforms.merge_into_batch(_op, per_head=(5, 6)))
+_vmap = transforms.merge_into_batch(
+    _op, cu_seqlens=8, heads=(2, 2, 2, 2, 2, 0, 0, 1), result_heads=(2, 1), per_head=(5, 6)
+)
+_library.register_vmap("recurrent", _vmap)
 flops.register("recurrent", flops.step)
 _library.impl("recurrent_", _in_place_on_cpu, "CPU")
 _library.impl("recurrent_", _in_place_on_cuda, "CUDA")

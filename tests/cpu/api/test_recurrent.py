@@ -195,19 +195,19 @@ def test_the_registered_ops(name: str, in_place: bool) -> None:
     x = draw_of(name, seq=3, batch=2, dtype=torch.float32)
     gate = x.get("gk", x.get("g"))
     if name == "retention":
-        gate = reference.retention_log_decay(4)
+        gate = reference.retention_log_decay(4).expand(2, 3, 4)
     state = x["initial_state"]
     scale, flags = 16**-0.5, (False, False, False, False)
     given = *(x[key] for key in "qkv"), gate, x.get("beta"), None, None
     expected = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, output_final_state=True)
     if not in_place:
-        args: tuple[Any, ...] = *given, state, scale, *flags, True
+        args: tuple[Any, ...] = *given, state, None, scale, *flags, True
         torch.testing.assert_close(torch.ops.tfla_tk.recurrent(*args), expected)
         torch.library.opcheck(torch.ops.tfla_tk.recurrent.default, args)
         return
     pool, indices = torch.cat([state, state]), torch.tensor([3, 0], dtype=torch.int32)
     pool[3], pool[0] = state[0].clone(), state[1].clone()
-    args = *given, pool, scale, *flags, indices
+    args = *given, pool, None, scale, *flags, indices
     torch.library.opcheck(torch.ops.tfla_tk.recurrent_.default, args)
     o = torch.ops.tfla_tk.recurrent_(*args)
     torch.testing.assert_close((o, pool[[3, 0]]), expected)
@@ -218,7 +218,7 @@ def test_the_registered_ops_have_no_gradients() -> None:
     x["q"].requires_grad_()
     args = *(x[key] for key in ("q", "k", "v", "gk")), None, None, None, x["initial_state"]
     with pytest.raises(RuntimeError, match="tfla_tk::recurrent has no gradients"):
-        torch.ops.tfla_tk.recurrent(*args, 0.25, False, False, False, False, True)
+        torch.ops.tfla_tk.recurrent(*args, None, 0.25, False, False, False, False, True)
 
 
 @of_every_name
@@ -242,6 +242,6 @@ def test_which_of_a_few_tokens() -> None:
     assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
     x = {key: value.bfloat16() for key, value in draw_of("gla", seq=9).items()}
     assert reason not in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])
-    of_ten = draw_of("gla", seq=60, batch=1, rows=10)
+    of_ten = draw_of("gla", seq=60, batch=1, rows=10)  # of six on average
     x = {key: value.bfloat16() for key, value in of_ten.items()} | {"cu_seqlens": torch.arange(0, 66, 6)}
     assert reason in str(tfla_tk.which("fused_recurrent_gla", **x).reasons["tk"])

@@ -81,7 +81,10 @@ def call(name: str, x: dict[str, Any], backend: str = "tk") -> tuple[Tensor, Ten
 
 def exact(name: str, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """By the reference in fp64."""
-    wide = {key: value.double() if isinstance(value, Tensor) else value for key, value in x.items()}
+    wide = {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in x.items()
+    }
     return call(name, wide, "reference:recurrent")
 
 
@@ -208,6 +211,30 @@ def test_a_state_at_an_odd_address() -> None:
     assert torch.equal(found, o) and torch.equal(state, last) and state is shifted
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule"])
+def test_packed_sequences(name: str, v_first: bool, dtype: torch.dtype) -> None:
+    """Of 3, 0, 1, 10 and 4 tokens, each as alone; in a pool one of them has no state."""
+    x = draw(name, tokens=18, batch=1, v_first=v_first)
+    states = draw(name, batch=5, v_first=v_first)["initial_state"]
+    offsets = torch.tensor([0, 3, 3, 4, 14, 18])
+    packed = x | {"cu_seqlens": offsets.to(dtype), "initial_state": states}
+    o, last = assert_close(name, packed)
+    for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        alone = {k: v[:, start:end] if isinstance(v, Tensor) else v for k, v in x.items()}
+        if start == end:
+            assert torch.equal(last[n], states[n])
+        elif end - start <= 8:  # as many as a call of these kernels has on average
+            found, found_last = call(name, alone | {"initial_state": states[n : n + 1]})
+            assert torch.equal(found, o[:, start:end]) and torch.equal(found_last[0], last[n])
+    pool, indices = torch.cat([states, states]), torch.tensor([7, 5, 1, -1, 9], dtype=torch.int32)
+    before = pool.clone()
+    found, _ = call(name, packed | {"initial_state": pool, "state_indices": indices, "inplace": True})
+    assert torch.equal(found[:, :4], o[:, :4]) and not found[:, 4:14].any()
+    assert torch.equal(pool[[0, 2, 3, 4, 6, 8]], before[[0, 2, 3, 4, 6, 8]])
+
+
 @pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])
 def test_extreme_gates(log: float) -> None:
     for name, gate in (("gla", "gk"), ("gated_delta_rule", "g")):
@@ -236,6 +263,3 @@ def test_what_the_kernels_refuse() -> None:
     ):
         with pytest.raises(tfla_tk.UnsupportedError, match=reason):
             call("gla", draw("gla", **changes))
-    x = draw("gla", tokens=4, batch=1) | {"cu_seqlens": torch.tensor([0, 1, 4]), "initial_state": None}
-    with pytest.raises(tfla_tk.UnsupportedError, match="packed sequences"):
-        call("gla", x)

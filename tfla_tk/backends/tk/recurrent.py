@@ -30,7 +30,6 @@ def supports(call: LinearCall, variant: str | None) -> Support:
         refusals.of_place(call.device),
         _of_dtype(call),
         _of_head_dims(call),
-        _of_packed(call),
         _of_state(call),
     ) or device.supports(call.device, _kernels_of, *_key(call))
 
@@ -58,12 +57,6 @@ def _of_head_dims(call: LinearCall) -> Support | None:
     return Support(False, reason, "call the chunk function, or use backend 'triton'")
 
 
-def _of_packed(call: LinearCall) -> Support | None:
-    if not call.varlen:
-        return None
-    return Support(False, f"packed sequences of up to {FEW} tokens in all", "call the chunk function")
-
-
 def _of_state(call: LinearCall) -> Support | None:
     if call.state_in_place in (None, *_DTYPES):
         return None
@@ -87,6 +80,7 @@ def launch(core: RecurrentCore) -> tuple[Tensor, Tensor]:
     stream."""
     before = as_state(None if core.initial_state is None else core.initial_state.float())
     after = None
+    # the state lies there between turns, too
     if core.output_final_state or core.q.shape[1] > instances.RECURRENT_TOKENS:
         after = torch.empty(core.state_shape, dtype=torch.float32, device=core.q.device)
     o = _launch(core, before, after, None)
@@ -107,7 +101,7 @@ def launch_in_place(core: RecurrentCore, state_indices: MaybeTensor) -> Tensor:
 
 def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots: MaybeTensor) -> Tensor:
     q, k, v = core.q, core.k, core.v
-    batch, tokens, heads, dim_k = q.shape
+    _, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
     where = q.get_device()
     stored = before if after is None else after
@@ -115,7 +109,6 @@ def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots:
     by_channel, delta_rule = core.by_channel, core.beta is not None
     launcher, kernels = _kernels_of(dim_k, core.state_v_first, by_channel, delta_rule, dtype)
     kernel = build.load(launcher, *kernels)
-    most = instances.RECURRENT_TOKENS
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     # to be held until the launches, which get addresses alone
     g = None if core.g is None else _narrowed(core.g)
@@ -123,25 +116,26 @@ def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots:
     beta = None if core.beta is None else _narrowed(core.beta)
     per_head = [None if x is None else _narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
     indices = None if slots is None else slots.contiguous()
-    for first in range(0, tokens, most):
-        kernel.decode(
-            *(None if x is None else _numbers(x, first) for x in (*rows, beta)),
-            *(None if x is None else (x.data_ptr(), DTYPES[x.dtype]) for x in per_head),
-            _pool(before if first == 0 else after),
-            _pool(after),
-            DTYPES[dtype],
-            pointer(indices),
-            (batch, heads, value_heads, dim_k, dim_v, min(most, tokens - first)),
-            core.scale,
-            core.state_v_first,
-            by_channel,
-            delta_rule,
-            core.qk_l2norm,
-            core.beta_sigmoid,
-            core.neg_eigval,
-            where,
-            current_stream(where),
-        )
+    offsets = None if core.cu_seqlens is None else core.cu_seqlens.contiguous()
+    kernel.decode(
+        *(None if x is None else _numbers(x) for x in (*rows, beta)),
+        *(None if x is None else (x.data_ptr(), DTYPES[x.dtype]) for x in per_head),
+        _pool(before),
+        _pool(after),
+        DTYPES[dtype],
+        pointer(indices),
+        (pointer(offsets), offsets is not None and offsets.dtype == torch.int64),
+        (core.sequences, heads, value_heads, dim_k, dim_v, tokens),
+        core.scale,
+        core.state_v_first,
+        by_channel,
+        delta_rule,
+        core.qk_l2norm,
+        core.beta_sigmoid,
+        core.neg_eigval,
+        where,
+        current_stream(where),
+    )
     return o
 
 
@@ -150,10 +144,9 @@ def _pool(x: MaybeTensor) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
-def _numbers(x: Tensor, first: int) -> tuple[int, ...]:
-    """x from a token on, as the launcher takes it; x [HV] is the same for all tokens."""
-    batch, token, head = (0, 0, x.stride(0)) if x.dim() == 1 else x.stride()[:3]
-    return x.data_ptr() + first * token * x.itemsize, batch, token, head, DTYPES[x.dtype]
+def _numbers(x: Tensor) -> tuple[int, ...]:
+    """x as the launcher takes it."""
+    return x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype]
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

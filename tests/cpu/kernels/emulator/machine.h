@@ -125,6 +125,7 @@ inline float __shfl_sync(unsigned, float x, int lane) { return emulator::exchang
 
 template <class T> T __ldcg(const T* x) { return *x; }
 template <class T> void __stcg(T* x, T value) { *x = value; }
+inline int min(int a, int b) { return a < b ? a : b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
