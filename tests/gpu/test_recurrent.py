@@ -148,6 +148,26 @@ def test_a_pool_in_a_graph(v_first: bool) -> None:
             assert torch.equal(o[n : n + 1], expected) and torch.equal(pool[slot], state[0])
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences(name: str, v_first: bool) -> None:
+    """Some of them of no token, or of several turns; each is bitwise as alone."""
+    v_first = v_first and name != "delta_rule"
+    lengths = [1, 0, 3, 8, 30, 4, 1, 1]
+    x = on_gpu(draw(name, tokens=sum(lengths), batch=1, dims=(128, 128), v_first=v_first))
+    states = on_gpu(draw(name, batch=len(lengths), dims=(128, 128), v_first=v_first))["initial_state"]
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    o, last = assert_close(name, x | {"cu_seqlens": offsets, "initial_state": states})
+    tokens = {key: v for key, v in x.items() if isinstance(v, Tensor) and key != "initial_state"}
+    parts = zip(*(v.split(lengths, dim=1) for v in tokens.values()), strict=True)
+    for n, (part, found) in enumerate(zip(parts, o.split(lengths, dim=1), strict=True)):
+        if 0 < lengths[n] <= 8:
+            alone = x | dict(zip(tokens, part, strict=True)) | {"initial_state": states[n : n + 1]}
+            expected, expected_last = call(name, alone)
+            assert torch.equal(found, expected) and torch.equal(last[n], expected_last[0])
+
+
 @of_every_name
 def test_auto_takes_them(name: str) -> None:
     x = on_gpu(draw(name, dims=(128, 128), dtype=HALF))
