@@ -11,7 +11,7 @@ from torch import Tensor
 import tfla_tk
 
 from ..cpu.kernels.test_recurrent import CASES, FLAGS, HALF, NAMES, assert_close, call, draw, exact
-from .conftest import DEVICE, relative_error
+from .accuracy import DEVICE, relative_error
 from .memory import uninitialised_memory_is_nan
 
 of_every_name = pytest.mark.parametrize("name", NAMES)
