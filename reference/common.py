@@ -149,8 +149,7 @@ def described(
     signature = inspect.signature(form)
     kept = [x for name, x in signature.parameters.items() if name != without]
     named.__signature__ = signature.replace(parameters=kept)
-    found: Callable[..., R] = named
-    return found
+    return named
 
 
 def sequence_bounds(cu_seqlens: Tensor, batch: int, length: int) -> list[tuple[int, int]]:

@@ -87,12 +87,11 @@ def chunk_delta_rule(
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, False, False, False
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_delta_rule",
         (q, k, v, None, beta, None, None, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, False, chunk_size, False, backend),
     )
-    return result
 
 
 @operator(_describe_gated)
@@ -170,12 +169,11 @@ def chunk_gated_delta_rule(
         _check_no_context(cp_context)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_gated_delta_rule",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, state_v_first, chunk_size, True, backend),
     )
-    return result
 
 
 def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:

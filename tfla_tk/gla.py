@@ -68,9 +68,8 @@ def chunk_gla(
         TypeError, ValueError, UnsupportedError: as in `chunk_simple_gla`.
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_gla",
         (q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, state_v_first, backend),
     )
-    return result

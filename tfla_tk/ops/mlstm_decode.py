@@ -107,8 +107,7 @@ class DecodingOps:
         return h, c, n, c.new_empty(0) if m is None else m
 
     def _in_place_on_cuda(self, *args: Any) -> Tensor:
-        h: Tensor = _kernels()[1](*args)
-        return h
+        return _kernels()[1](*args)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:

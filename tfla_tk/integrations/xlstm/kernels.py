@@ -236,10 +236,7 @@ def inference(
     """
     if q.shape[2] != 1:
         state = (c_initial, n_initial, m_initial)
-        out: tuple[Tensor, State] = sequence(
-            q, k, v, i, f, *state, return_last_states=True, dtype_state=dtype_state
-        )
-        return out
+        return sequence(q, k, v, i, f, *state, return_last_states=True, dtype_state=dtype_state)
     dtype = _kept_dtype(q, dtype_state)
     if c_initial is None:
         batch, heads, _, dim_qk = q.shape

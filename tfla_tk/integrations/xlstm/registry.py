@@ -165,10 +165,7 @@ def _types_modules() -> list[ModuleType]:
 def _hf_validators() -> dict[str, list[Callable[[Any], None]]] | None:
     """The validators of transformers' xLSTMConfig, where it is imported."""
     module = sys.modules.get(_HF_CONFIG)
-    found: dict[str, list[Callable[[Any], None]]] | None = getattr(
-        getattr(module, "xLSTMConfig", None), "__validators__", None
-    )
-    return found
+    return getattr(getattr(module, "xLSTMConfig", None), "__validators__", None)
 
 
 # Backend modules being built
