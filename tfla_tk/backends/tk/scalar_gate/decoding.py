@@ -104,22 +104,10 @@ def _launch(
     # as in a large batch
     filling = 0 if batch_invariant else multiprocessors(device)
     launch(
-        *operands,
-        gate(i),
-        gate(f),
-        _stored(before),
-        _stored(after),
-        h.data_ptr(),
-        (of_row(batch * heads, dim_v, width, filling), width),
-        (batch, heads, *tokens, dim_qk, dim_v),
-        dim_qk**-0.5,
-        eps,
-        sigmoid_gate,
-        normalize,
-        after is before,
-        device,
-        current_stream(device),
-    )
+        *operands, gate(i), gate(f), _stored(before), _stored(after), h.data_ptr(),
+        (of_row(batch * heads, dim_v, width, filling), width), (batch, heads, *tokens, dim_qk, dim_v),
+        dim_qk**-0.5, eps, sigmoid_gate, normalize, after is before, device, current_stream(device),
+    )  # fmt: skip
     return h
 
 

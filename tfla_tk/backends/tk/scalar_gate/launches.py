@@ -111,27 +111,13 @@ def _of_one_walk(x: Call, written: Grads) -> Launch:
     """dq, dk and dv, and the sums for the gates where these have gradients."""
     memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.sizes[3:])
     return x.kernels(instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.decay)).gradients(
-        x.at.q,
-        x.at.k,
-        x.at.v,
-        x.at.dh,
-        x.left,
-        memory.gates,
-        _e(x)[0],
+        x.at.q, x.at.k, x.at.v, x.at.dh, x.left, memory.gates, _e(x)[0],
         _boundary(x, memory.grad_c, memory.grad_n if x.normalize else 0, memory.grad_decay),
-        (x.at.dc_last, x.at.dn_last),
-        (written.dc_initial, written.dn_initial),
-        written.dq,
-        written.dk,
-        written.dv,
+        (x.at.dc_last, x.at.dn_last), (written.dc_initial, written.dn_initial),
+        written.dq, written.dk, written.dv,
         (memory.q_dq, memory.k_dk, memory.flows) if needs_df else (0, 0, 0),
-        x.cut,
-        x.sizes,
-        x.group,
-        tile,
-        x.half,
-        x.device,
-    )
+        x.cut, x.sizes, x.group, tile, x.half, x.device,
+    )  # fmt: skip
 
 
 def _of_rows(x: Call) -> Launch:
@@ -150,18 +136,10 @@ def _of_rows(x: Call) -> Launch:
 def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the walks take them."""
     return x.kernels(x.gates).mlstm_bwd_scan(
-        x.at.i,
-        x.at.f,
-        (x.at.row_n, x.at.row_m, x.eps),
-        x.at.chunk_m,
-        x.memory.gates,
+        x.at.i, x.at.f, (x.at.row_n, x.at.row_m, x.eps), x.at.chunk_m, x.memory.gates,
         x.memory.tickets if x.plan.parts > 1 else 0,
-        x.cut[:3],
-        x.sizes[:3],
-        x.scale,
-        x.sigmoid_gate,
-        x.device,
-    )
+        x.cut[:3], x.sizes[:3], x.scale, x.sigmoid_gate, x.device,
+    )  # fmt: skip
 
 
 def _of_factors(x: Call) -> Launch:
@@ -313,56 +291,31 @@ def _prepare_walk(
     """
     tile, gradients = (x.plan.tile_of_dv, "dv") if name == "dv" else (x.plan.tile, "dq and dk")
     return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
-        _walk(x, name, tile, keys, values, boundary, sizes),
-        x.memory.gates,
-        queries,
-        out,
-        factor,
-        entering,
-        leaving,
-        sums,
-        anchors,
-        ticket,
-    )
+        _walk(x, name, tile, keys, values, boundary, sizes), x.memory.gates,
+        queries, out, factor,
+        entering, leaving, sums, anchors, ticket,
+    )  # fmt: skip
 
 
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
     if plan.is_narrow:
-        return x.kernels(
-            x.gates
-        ).gate_gradients(
-            (memory.q_dq, memory.k_dk, memory.flows),
-            tile_of_both(*x.sizes[3:]) // 16 + x.normalize,  # a warp has 16 columns of V
-            x.at.i,
-            x.at.f,
-            written.di,
-            written.df,
-            x.at.chunk_m,
-            x.cut[:3],
-            x.sizes[:3],
-            x.sigmoid_gate,
-            x.device,
-        )
+        parts = tile_of_both(*x.sizes[3:]) // 16 + x.normalize  # a warp has 16 columns of V
+        return x.kernels(x.gates).gate_gradients(
+            (memory.q_dq, memory.k_dk, memory.flows), parts, x.at.i, x.at.f, written.di, written.df,
+            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.sigmoid_gate, x.device,
+        )  # fmt: skip
     return x.kernels(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
         (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),
-        x.at.i,
-        x.at.f,
-        written.di,
-        written.df,
-        x.at.chunk_m,
+        x.at.i, x.at.f, written.di, written.df, x.at.chunk_m,
         _with_gradient(x.at.c_initial, written.dc_initial)
         + _with_gradient(x.at.n_initial, written.dn_initial),
         _with_gradient(x.at.c_last, x.at.dc_last) + _with_gradient(x.at.n_last, x.at.dn_last),
-        memory.workspace,
-        x.cut[:3],
-        x.sizes,
-        x.sigmoid_gate,
-        x.device,
-    )
+        memory.workspace, x.cut[:3], x.sizes, x.sigmoid_gate, x.device,
+    )  # fmt: skip
 
 
 def _e(x: Call) -> tuple[int, int]:
