@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk.backends.tk.scalar_gate.backward
-import tfla_tk.backends.tk.scalar_gate.sequence
+import tfla_tk.backends.tk.scalar_gate.decoding
 from tfla_tk import Support, decode, mlstm
 from tfla_tk.backends.tk import device, scalar_gate
 from tfla_tk.backends.tk import mlstm as tk
@@ -123,8 +123,7 @@ class FakeTk(ModuleType):
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
     forward: FakeForward
     backward: ModuleType
-    step: ModuleType
-    sequence: ModuleType
+    decoding: ModuleType
     states_left = LEFT
 
     supports_mlstm = chosen_verdict(tk.supports_mlstm)
@@ -145,15 +144,14 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
         if name not in vars(FakeTk):
             setattr(module, name, value)
     module.forward = FakeForward(f"{scalar_gate.__name__}.forward")
-    for name in ("backward", "step", "sequence"):
+    for name in ("backward", "decoding"):
         setattr(module, name, ModuleType(f"{scalar_gate.__name__}.{name}"))
     module.backward.mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
-    for name in ("step", "sequence"):
-        setattr(getattr(module, name), f"mlstm_{name}", mlstm_decode.on_cpu)
-        setattr(getattr(module, name), f"mlstm_{name}_", mlstm_decode.in_place_on_cpu)
+    module.decoding.with_new_state = mlstm_decode.on_cpu  # type: ignore[attr-defined]
+    module.decoding.in_place = mlstm_decode.in_place_on_cpu  # type: ignore[attr-defined]
     for package, name, fake in [
         (tfla_tk.backends.tk, "mlstm", module),
-        *((scalar_gate, name, getattr(module, name)) for name in ("forward", "backward", "step", "sequence")),
+        *((scalar_gate, name, getattr(module, name)) for name in ("forward", "backward", "decoding")),
     ]:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(package, name, fake)

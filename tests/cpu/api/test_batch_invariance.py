@@ -197,13 +197,13 @@ def arguments_of(function: Callable[..., Any], x: dict[str, Any]) -> dict[str, A
 
 def test_a_step(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    kernel = fake_tk.step.mlstm_step
+    kernel = fake_tk.decoding.with_new_state
 
     def step(*args: Any) -> Any:
         seen.append(args[-1])
         return kernel(*args)
 
-    monkeypatch.setattr(fake_tk.step, "mlstm_step", step)
+    monkeypatch.setattr(fake_tk.decoding, "with_new_state", step)
     fake_tk.verdict = Support(True)
     q, gate = torch.ones(2, 3, 16), torch.ones(2, 3, 1)
     for value in (True, False):

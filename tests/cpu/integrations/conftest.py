@@ -209,7 +209,7 @@ def sequence_calls(
             monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
     on_a_gpu("supports_mlstm_sequence")
     on_cpu = mlstm_decode.on_cpu, mlstm_decode.in_place_on_cpu
-    monkeypatch.setattr(mlstm_decode.sequence, "_kernels", lambda: on_cpu)
+    monkeypatch.setattr(mlstm_decode, "_kernels", lambda: on_cpu)
     decode._step.plans.clear()
     decode._sequence.plans.clear()
     yield found
