@@ -26,10 +26,9 @@ from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
 from tfla_tk.core import dispatch, memo
 from tfla_tk.core.support import Support
 
+from .conftest import make_inputs
 from .linear import leaves
 from .simple_gla_calls import Kernels, draw
-
-Make = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +83,7 @@ def describe(x: dict[str, Tensor]) -> MLSTMCall:
 
 
 def test_triton_is_refused_by_name_and_left_out_by_auto(
-    make_inputs: Make, fake_tk: Any, monkeypatch: pytest.MonkeyPatch
+    fake_tk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tfla_tk.backends.triton import mlstm_kernels
 
@@ -104,9 +103,7 @@ def test_triton_is_refused_by_name_and_left_out_by_auto(
 
 @pytest.mark.parametrize("eager", [True, False], ids=["kernels", "ops"])
 @pytest.mark.parametrize("on", [False, True])
-def test_mlstm(
-    on: bool, eager: bool, make_inputs: Make, fake_tk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlstm(on: bool, eager: bool, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the second of two equal calls, whose plan is kept."""
     from tfla_tk.ops import mlstm as ops
 

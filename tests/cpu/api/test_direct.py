@@ -15,9 +15,9 @@ from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm as ops
 
+from .conftest import make_inputs
 from .served import Operators
 
-Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
 
@@ -87,7 +87,6 @@ def test_both_paths_agree(
     states: bool,
     last: bool,
     calls: Calls,
-    make_inputs: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs, gradients, and what the backward is given, None in place of empty tensors."""
@@ -116,7 +115,7 @@ def test_both_paths_agree(
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-def test_only_the_gradients_that_are_asked_for(calls: Calls, make_inputs: Make) -> None:
+def test_only_the_gradients_that_are_asked_for(calls: Calls) -> None:
     """Of the last state alone, and where one input requires one; m is a constant."""
     x = make_inputs(states=STATES)
     x["k"].requires_grad_()
@@ -131,7 +130,7 @@ def test_only_the_gradients_that_are_asked_for(calls: Calls, make_inputs: Make) 
     torch.testing.assert_close(x["k"].grad, again["k"].grad)
 
 
-def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls, make_inputs: Make) -> None:
+def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls) -> None:
     """It records, as the op does, though nothing gets a gradient."""
     x = make_inputs(states=STATES)
     leaf = x["m_initial"].clone().requires_grad_()
@@ -140,7 +139,7 @@ def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls, make_inputs: Mak
     assert torch.autograd.grad(h.sum(), leaf, allow_unused=True) == (None,)
 
 
-def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls) -> None:
     """A cache that is updated in place."""
     x = make_inputs(states=STATES)
     inputs = leaves({n: t for n, t in x.items() if n not in STATES})
@@ -154,7 +153,7 @@ def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls, make_in
     assert calls.ops == set()
 
 
-def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+def test_an_input_must_not_be_changed_after_the_forward(calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x | {"v": (v := x["v"] * 1)})
     v.zero_()
@@ -166,7 +165,7 @@ def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_input
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_backward_that_is_watched(last: bool, calls: Calls, make_inputs: Make) -> None:
+def test_a_backward_that_is_watched(last: bool, calls: Calls) -> None:
     x = leaves(make_inputs())
     out = mlstm_chunkwise(**x, return_last_states=last)
     outputs = (out[0], *out[1][:2]) if last else (out,)
@@ -179,9 +178,7 @@ def test_a_backward_that_is_watched(last: bool, calls: Calls, make_inputs: Make)
 
 
 @pytest.mark.parametrize("watched", ["both", "backward"])
-def test_a_profile_shows_the_kernels_that_run_without_it(
-    watched: str, calls: Calls, make_inputs: Make
-) -> None:
+def test_a_profile_shows_the_kernels_that_run_without_it(watched: str, calls: Calls) -> None:
     """Those of plain calls, the states of the forward included, under the names of the ops."""
     x = leaves(make_inputs())
     expected = gradients(x, mlstm_chunkwise(**x))
@@ -208,9 +205,7 @@ def zeros(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [torch._neg_view, zeros, lambda x: x.as_subclass(Wrapper)])
-def test_gradients_that_are_no_plain_tensors(
-    change: Callable[[Tensor], Tensor], calls: Calls, make_inputs: Make
-) -> None:
+def test_gradients_that_are_no_plain_tensors(change: Callable[[Tensor], Tensor], calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     dh = change(torch.randn_like(h))
@@ -222,7 +217,7 @@ def test_gradients_that_are_no_plain_tensors(
         assert torch.equal(a.as_subclass(Tensor), b)
 
 
-def test_a_batch_of_gradients(calls: Calls, make_inputs: Make) -> None:
+def test_a_batch_of_gradients(calls: Calls) -> None:
     """By the dispatcher, one after the other."""
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
@@ -235,7 +230,7 @@ def test_a_batch_of_gradients(calls: Calls, make_inputs: Make) -> None:
         assert torch.equal(batch, torch.stack(expected))
 
 
-def test_double_backward_is_refused(calls: Calls, make_inputs: Make) -> None:
+def test_double_backward_is_refused(calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     (dq,) = torch.autograd.grad(h.square().sum(), x["q"], create_graph=True)
@@ -245,7 +240,7 @@ def test_double_backward_is_refused(calls: Calls, make_inputs: Make) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "subclass"])
-def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) -> None:
+def test_hooks_on_what_is_saved(plain: bool, calls: Calls) -> None:
     x = leaves(make_inputs(states=STATES))
     expected = gradients(x, mlstm_chunkwise(**x))
     calls.clear()
@@ -269,7 +264,7 @@ def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) ->
         assert torch.equal(a.as_subclass(Tensor), b)
 
 
-def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, make_inputs: Make) -> None:
+def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     assert calls.more == (True,)
@@ -282,7 +277,7 @@ def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, 
 @pytest.mark.parametrize("watched", ["forward", "backward"])
 @pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
 def test_activation_checkpointing_that_is_watched_in_part(
-    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls, make_inputs: Make
+    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls
 ) -> None:
     """The call and its recomputation save alike, whether they are plain or not."""
     x = leaves(make_inputs())
@@ -298,7 +293,7 @@ def test_activation_checkpointing_that_is_watched_in_part(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, calls: Calls, make_inputs: Make) -> None:
+def test_activation_checkpointing(reentrant: bool, calls: Calls) -> None:
     x = leaves(make_inputs())
     expected = gradients(x, mlstm_chunkwise(**x))
     calls.clear()
@@ -308,7 +303,7 @@ def test_activation_checkpointing(reentrant: bool, calls: Calls, make_inputs: Ma
     assert all(torch.equal(t.grad, g) for t, g in zip(x.values(), expected, strict=True))
 
 
-def test_compiled_autograd(calls: Calls, make_inputs: Make) -> None:
+def test_compiled_autograd(calls: Calls) -> None:
     """The op is in the graph."""
     graphs = []
 

@@ -17,13 +17,13 @@ import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise
 from tfla_tk.core import memo
 
+from .conftest import make_inputs
 from .served import Functions, Operators, Served
 
-Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
 
 
-def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> None:
+def test_an_equal_call_is_checked_once(served: Served) -> None:
     expected = mlstm_chunkwise(**make_inputs(), backend="reference")
     for _ in range(3):
         # other tensors, other memory
@@ -69,7 +69,7 @@ def key_of(x: dict[str, Any], sigmoid_gate: bool = False, strided: bool = False)
     return memo.signature(tuple(x.get(name) for name in mlstm._chunkwise.arguments[:9]), options, strided)
 
 
-def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
+def test_every_ingredient_makes_a_new_key() -> None:
     x = make_inputs(states=STATES)
     keys = {"": key_of(x), "gate": key_of(x, sigmoid_gate=True)}
     keys |= {name: key_of(change(x)) for name, change in CHANGES.items()}
@@ -94,7 +94,7 @@ def call_of(x: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], tuple[A
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_latest_call_is_told_from_others(strided: bool, make_inputs: Make) -> None:
+def test_the_latest_call_is_told_from_others(strided: bool) -> None:
     """Every call comes right after every other one."""
     x = make_inputs(states=STATES)
     leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
@@ -116,7 +116,7 @@ def test_the_latest_call_is_told_from_others(strided: bool, make_inputs: Make) -
     assert len(results) == len(calls)
 
 
-def test_the_latest_call_is_told_from_others_by_what_is_around_it(make_inputs: Make) -> None:
+def test_the_latest_call_is_told_from_others_by_what_is_around_it() -> None:
     x = {n: t.clone().requires_grad_() for n, t in make_inputs().items()}
     contexts: dict[str, Callable[[], Any]] = {
         "": nullcontext,
@@ -135,9 +135,7 @@ def test_the_latest_call_is_told_from_others_by_what_is_around_it(make_inputs: M
             assert results.of(*call_of(x), lambda *args, eager: str(eager)) == "False"
 
 
-def test_a_call_like_the_latest_one_takes_no_signature(
-    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_like_the_latest_one_takes_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     results: memo.CallMemo[int] = memo.CallMemo()
     results.of(*call_of(make_inputs()), lambda *args, eager: 1)
     monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
@@ -147,9 +145,7 @@ def test_a_call_like_the_latest_one_takes_no_signature(
         results.of(*call_of(make_inputs()), lambda *args, eager: 3)
 
 
-def test_inference_mode_does_not_hide_the_latest_call(
-    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inference_mode_does_not_hide_the_latest_call(monkeypatch: pytest.MonkeyPatch) -> None:
     results: memo.CallMemo[int] = memo.CallMemo()
     call = call_of(make_inputs())
     assert results.of(*call, lambda *args, eager: 1) == 1
@@ -160,7 +156,7 @@ def test_inference_mode_does_not_hide_the_latest_call(
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout, make_inputs: Make) -> None:
+def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout) -> None:
     """torch's guards would end the process."""
     x = make_inputs()
     mlstm_chunkwise(**x, backend="reference")
@@ -171,7 +167,7 @@ def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout, make_inputs:
         mlstm_chunkwise(**x | {"k": x["k"].to_mkldnn()}, backend="reference")
 
 
-def test_strides_are_part_of_the_key_where_they_are_asked_for(make_inputs: Make) -> None:
+def test_strides_are_part_of_the_key_where_they_are_asked_for() -> None:
     x = make_inputs()
     other = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
     assert key_of(other) == key_of(x)
@@ -179,13 +175,13 @@ def test_strides_are_part_of_the_key_where_they_are_asked_for(make_inputs: Make)
     assert key_of(make_inputs(seed=1), strided=True) == key_of(x, strided=True)
 
 
-def test_what_is_not_strided_has_no_key(make_inputs: Make) -> None:
+def test_what_is_not_strided_has_no_key() -> None:
     x = make_inputs()
     x["k"] = x["k"].to_sparse()
     assert key_of(x) is None and key_of(x, strided=True) is None
 
 
-def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> None:
+def test_grad_mode_is_part_of_the_key_where_it_matters() -> None:
     x = make_inputs()
     trained = {n: t.clone().requires_grad_() for n, t in x.items()}
     with torch.no_grad():
@@ -207,7 +203,7 @@ def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> Non
     ],
 )
 def test_equal_is_not_the_same(
-    good: dict[str, Any], bad: dict[str, Any], message: str, served: Served, make_inputs: Make
+    good: dict[str, Any], bad: dict[str, Any], message: str, served: Served
 ) -> None:
     """1 == True == 1.0, but only one of them is right; what is bad stays bad."""
     for _ in range(2):
@@ -216,7 +212,7 @@ def test_equal_is_not_the_same(
             mlstm_chunkwise(**make_inputs(), **bad)
 
 
-def test_a_bad_tensor_is_told_from_a_good_one(served: Served, make_inputs: Make) -> None:
+def test_a_bad_tensor_is_told_from_a_good_one(served: Served) -> None:
     x = make_inputs(states=STATES)
     bad = {
         "sparse": (x | {"k": x["k"].to_sparse()}, TypeError),
@@ -231,7 +227,7 @@ def test_a_bad_tensor_is_told_from_a_good_one(served: Served, make_inputs: Make)
                 mlstm_chunkwise(**arguments)
 
 
-def test_refusals_are_not_remembered(fake_tk: Any, make_inputs: Make) -> None:
+def test_refusals_are_not_remembered(fake_tk: Any) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="no GPU of compute capability"):
             mlstm_chunkwise(**make_inputs(), backend="tk")
@@ -239,7 +235,7 @@ def test_refusals_are_not_remembered(fake_tk: Any, make_inputs: Make) -> None:
     mlstm_chunkwise(**make_inputs(), backend="tk")
 
 
-def test_the_memo_holds_no_tensor_and_is_bounded(served: Served, make_inputs: Make) -> None:
+def test_the_memo_holds_no_tensor_and_is_bounded(served: Served) -> None:
     x = make_inputs(states=STATES)
     references = [weakref.ref(t) for t in x.values()]
     mlstm_chunkwise(**x)

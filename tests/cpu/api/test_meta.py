@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
 from tfla_tk import reference
+
+from .conftest import make_inputs
 
 Inputs = dict[str, Tensor]
 HEADS, SEQ, DIM_QK, DIM_V = 2, 70, 16, 32
@@ -147,7 +148,7 @@ def test_explicit_backward(sigmoid_gate: bool, packed: bool) -> None:
     assert call("meta") == call("cpu")
 
 
-def test_offsets_on_meta_are_checked_as_far_as_they_can_be(make_inputs: Callable[..., Inputs]) -> None:
+def test_offsets_on_meta_are_checked_as_far_as_they_can_be() -> None:
     inputs = {name: x.to("meta") for name, x in make_inputs(2).items()}
     with pytest.raises(ValueError, match="expected batch 1"):
         reference.mlstm_chunkwise(**inputs, cu_seqlens=offsets("meta"))

@@ -12,13 +12,15 @@ from torch.library import opcheck
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
+from .conftest import make_inputs
+
 Inputs = dict[str, Tensor]
 STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = [mlstm_chunkwise, mlstm_siging_chunkwise]
 
 
 @pytest.fixture
-def packed(make_inputs: Callable[..., Inputs]) -> Callable[..., Inputs]:
+def packed() -> Callable[..., Inputs]:
     """Inputs of three sequences in 90 tokens; q, k, v, i, f, c and n record gradients."""
 
     def make(dtype: torch.dtype = torch.float64, states: tuple[str, ...] = STATES) -> Inputs:

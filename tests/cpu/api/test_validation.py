@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ import torch
 import tfla_tk
 import tfla_tk.reference
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
+
+from .conftest import make_inputs
 
 STATES = ("c_initial", "n_initial", "m_initial")
 meta = torch.device("meta")
@@ -234,7 +235,7 @@ def replaced(inputs: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mlstm_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_mlstm_rejects(name: str) -> None:
     changes, error, pattern = CASES[name]
     arguments = replaced(make_inputs(states=STATES), changes)
     functions = [mlstm_chunkwise]
@@ -249,7 +250,7 @@ def test_mlstm_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) ->
             tfla_tk.which(function, **arguments)
 
 
-def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_siging_initial_state_is_c_and_n() -> None:
     inputs = make_inputs(states=("c_initial",))
     with pytest.raises(
         ValueError, match="initial state: expected all of c_initial, n_initial or none, got only c_initial"
@@ -268,7 +269,7 @@ def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, An
     assert h.shape == inputs["v"].shape
 
 
-def test_states_of_packed_sequences(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_states_of_packed_sequences() -> None:
     """One row of the state per sequence, whatever the batch."""
     inputs = make_inputs(1, sequences=3, states=STATES)
     offsets = torch.tensor([0, 10, 10, 40])
@@ -283,7 +284,7 @@ def test_states_of_packed_sequences(make_inputs: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("offsets", [[0, 39], [1, 40], [0, 30, 20, 40], [0, 50]])
-def test_offsets_that_do_not_fit(offsets: list[int], make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_offsets_that_do_not_fit(offsets: list[int]) -> None:
     """The reference reads them; metadata alone, as `which` sees it, is fine."""
     arguments = make_inputs(1) | {"cu_seqlens": torch.tensor(offsets)}
     assert tfla_tk.which("mlstm_chunkwise", **arguments).backend == "reference"
@@ -292,7 +293,7 @@ def test_offsets_that_do_not_fit(offsets: list[int], make_inputs: Callable[..., 
             function(**arguments)
 
 
-def test_stabiliser_of_an_earlier_call_is_accepted(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_stabiliser_of_an_earlier_call_is_accepted() -> None:
     inputs = {name: t.requires_grad_() for name, t in make_inputs().items()}
     _, (c, n, m) = mlstm_chunkwise(**inputs, return_last_states=True)
     graphed = m + 0 * c.sum()
@@ -301,7 +302,7 @@ def test_stabiliser_of_an_earlier_call_is_accepted(make_inputs: Callable[..., di
     assert inputs["q"].grad is not None and bool(inputs["q"].grad.isfinite().all())
 
 
-def test_validation_reads_no_data(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_validation_reads_no_data() -> None:
     """Meta tensors have none; NaN and infinity pass through."""
     inputs = {name: t.to(meta) for name, t in make_inputs(1, sequences=2, states=STATES).items()}
     offsets = torch.empty(3, dtype=torch.int32, device=meta)
@@ -312,14 +313,14 @@ def test_validation_reads_no_data(make_inputs: Callable[..., dict[str, Any]]) ->
     assert bool(h[0, 0].isnan().any()) and not bool(h[1].isnan().any())
 
 
-def test_messages_name_all_three(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_messages_name_all_three() -> None:
     for changes, error, _ in CASES.values():
         with pytest.raises(error) as caught:
             mlstm_chunkwise(**replaced(make_inputs(states=STATES), changes))
         assert re.fullmatch(r"[\w ]+: expected .+, got .+", str(caught.value)), str(caught.value)
 
 
-def test_numpy_scalars_count_as_python_numbers(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_numpy_scalars_count_as_python_numbers() -> None:
     inputs = make_inputs(1)
     options = {"eps": 0.25, "chunk_size": 16, "normalize": False, "return_last_states": True}
     for eps in (np.float16(0.25), np.float32(0.25), np.float64(0.25)):
@@ -341,7 +342,7 @@ def test_numpy_scalars_count_as_python_numbers(make_inputs: Callable[..., dict[s
         assert torch.equal(found[0], plain[0]) and torch.equal(state["c"], plain[1][0])
 
 
-def test_numpy_scalars_in_the_reference(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_numpy_scalars_in_the_reference() -> None:
     """Its functions for themselves, with the sizes that they cut by."""
     inputs = make_inputs(1, dtype=torch.float64)
     size, eps = np.int64(32), np.float32(0.25)
@@ -364,7 +365,7 @@ class Tagged(torch.Tensor):
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.Parameter, torch.nn.Buffer, lambda x: x.as_subclass(Tagged)])
-def test_other_subclasses_may_come(wrap: Any, make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_other_subclasses_may_come(wrap: Any) -> None:
     inputs = make_inputs(states=("c_initial", "n_initial"))
     expected = mlstm_siging_chunkwise(**inputs)
     found = mlstm_siging_chunkwise(**{name: wrap(x) for name, x in inputs.items()})
@@ -372,7 +373,7 @@ def test_other_subclasses_may_come(wrap: Any, make_inputs: Callable[..., dict[st
     assert torch.equal(found.detach().as_subclass(torch.Tensor), expected)
 
 
-def test_functorch_wrappers_may_come(make_inputs: Callable[..., dict[str, Any]]) -> None:
+def test_functorch_wrappers_may_come() -> None:
     """vmap and grad of the reference."""
     inputs = make_inputs(3)
     expected = mlstm_chunkwise(**inputs)

@@ -18,23 +18,16 @@ from tfla_tk.ops import mlstm_decode
 STATE = ("c", "n", "m")
 FUNCTIONS = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")
 
-Draw = Callable[[str], dict[str, Any]]
 
-
-@pytest.fixture
-def draw() -> Draw:
+def draw(function: str) -> dict[str, Any]:
     """The arguments of one of FUNCTIONS: two heads, dims 16/32, three tokens for the sequences."""
-
-    def draw(function: str) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(0)
-        tokens, gates = ((), (1,)) if "step" in function else ((3,), (3,))
-        shapes = {"q": (*tokens, 16), "k": (*tokens, 16), "v": (*tokens, 32), "i": gates, "f": gates}
-        shapes |= {"c": (16, 32), "n": (16,), "m": (1,)}
-        if "siging" in function:
-            del shapes["m"]
-        return {name: torch.randn(2, 2, *shape, generator=generator) for name, shape in shapes.items()}
-
-    return draw
+    generator = torch.Generator().manual_seed(0)
+    tokens, gates = ((), (1,)) if "step" in function else ((3,), (3,))
+    shapes = {"q": (*tokens, 16), "k": (*tokens, 16), "v": (*tokens, 32), "i": gates, "f": gates}
+    shapes |= {"c": (16, 32), "n": (16,), "m": (1,)}
+    if "siging" in function:
+        del shapes["m"]
+    return {name: torch.randn(2, 2, *shape, generator=generator) for name, shape in shapes.items()}
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def saved_by_autograd(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", ["tk", "reference"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_saved_state_that_was_overwritten(
-    function: str, backend: str, inference: bool, draw: Draw, kernels: list[str]
+    function: str, backend: str, inference: bool, kernels: list[str]
 ) -> None:
     """Every part, whatever mode the step ran in; the values are those of a step with a new state."""
     inputs = draw(function)
@@ -93,7 +86,7 @@ def test_a_saved_state_that_was_overwritten(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_op_counts_versions_itself(function: str, draw: Draw) -> None:
+def test_the_op_counts_versions_itself(function: str) -> None:
     """Whatever its implementation writes: on the meta device it writes nothing."""
     inputs = {name: x.to("meta") for name, x in draw(function).items()}
     name = "mlstm_step_" if "step" in function else "mlstm_sequence_"
@@ -108,7 +101,7 @@ def test_the_op_counts_versions_itself(function: str, draw: Draw) -> None:
 @pytest.mark.parametrize("through_the_op", [False, True])
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "siging" in name])
 def test_what_is_not_written_keeps_its_version(
-    function: str, through_the_op: bool, draw: Draw, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+    function: str, through_the_op: bool, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n without normaliser, and everything where a new state is returned."""
     if through_the_op:
@@ -126,7 +119,7 @@ def test_what_is_not_written_keeps_its_version(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_state_of_inference_mode(function: str, draw: Draw, kernels: list[str]) -> None:
+def test_a_state_of_inference_mode(function: str, kernels: list[str]) -> None:
     """It has no version, and needs none."""
     with torch.inference_mode():
         inputs = draw(function)
@@ -137,7 +130,7 @@ def test_a_state_of_inference_mode(function: str, draw: Draw, kernels: list[str]
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_compiled_step(function: str, backend: str, draw: Draw, kernels: list[str]) -> None:
+def test_a_compiled_step(function: str, backend: str, kernels: list[str]) -> None:
     torch._dynamo.reset()
     inputs = draw(function)
     losses = [saved_by_autograd(inputs[name]) for name in STATE if name in inputs]
