@@ -55,35 +55,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "return_last_states": lambda x: x | {"return_last_states": True},
     "eps": lambda x: x | {"eps": 1e-5},
     "chunk_size": lambda x: x | {"chunk_size": 32},
-    "recompute_states_in_bw": lambda x: x | {"recompute_states_in_bw": False},
-    "autocast_kernel_dtype": lambda x: x | {"autocast_kernel_dtype": torch.float16},
     "backend": lambda x: x | {"backend": "tk"},
     "variant": lambda x: x | {"backend": "reference:recurrent"},
 }
-
-
-def key_of(x: dict[str, Any], sigmoid_gate: bool = False, strided: bool = False) -> Any:
-    defaults = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "recompute_states_in_bw": True}
-    defaults |= {"autocast_kernel_dtype": None, "backend": "auto"}
-    options = (sigmoid_gate, True, *(x.get(name, default) for name, default in defaults.items()))
-    return memo.signature(tuple(x.get(name) for name in mlstm._chunkwise.arguments[:9]), options, strided)
-
-
-def test_every_ingredient_makes_a_new_key() -> None:
-    x = make_inputs(states=STATES)
-    keys = {"": key_of(x), "gate": key_of(x, sigmoid_gate=True)}
-    keys |= {name: key_of(change(x)) for name, change in CHANGES.items()}
-    leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
-    keys["m is a leaf"] = key_of(leaf)
-    keys["m has a graph"] = key_of(leaf | {"m_initial": leaf["m_initial"] * 1})
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype=dtype):
-            keys[f"autocast {dtype}"] = key_of(x)
-    with torch.autograd.profiler.profile():
-        keys["profiler"] = key_of(x)
-    assert None not in keys.values()
-    assert len(set(keys.values())) == len(keys)
-    assert key_of(make_inputs(states=STATES, seed=1)) == keys[""]
 
 
 def call_of(x: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -99,8 +73,6 @@ def test_the_latest_call_is_told_from_others(strided: bool) -> None:
     x = make_inputs(states=STATES)
     leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
     calls = {name: change(x) for name, change in CHANGES.items()}
-    for name in ("recompute_states_in_bw", "autocast_kernel_dtype"):
-        del calls[name]
     calls |= {"": x, "m is a leaf": leaf, "m has a graph": leaf | {"m_initial": leaf["m_initial"] * 1}}
     calls |= {"eps is 1": x | {"eps": 1}, "eps is 1.0": x | {"eps": 1.0}}
     if strided:
@@ -165,30 +137,6 @@ def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout) -> None:
         mlstm_chunkwise(**x | {"q": nested}, backend="reference")
     with pytest.raises(TypeError):
         mlstm_chunkwise(**x | {"k": x["k"].to_mkldnn()}, backend="reference")
-
-
-def test_strides_are_part_of_the_key_where_they_are_asked_for() -> None:
-    x = make_inputs()
-    other = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
-    assert key_of(other) == key_of(x)
-    assert key_of(other, strided=True) != key_of(x, strided=True)
-    assert key_of(make_inputs(seed=1), strided=True) == key_of(x, strided=True)
-
-
-def test_what_is_not_strided_has_no_key() -> None:
-    x = make_inputs()
-    x["k"] = x["k"].to_sparse()
-    assert key_of(x) is None and key_of(x, strided=True) is None
-
-
-def test_grad_mode_is_part_of_the_key_where_it_matters() -> None:
-    x = make_inputs()
-    trained = {n: t.clone().requires_grad_() for n, t in x.items()}
-    with torch.no_grad():
-        assert key_of(trained) == key_of(x)
-    assert key_of(trained) != key_of(x)
-    parameters = {n: torch.nn.Parameter(t) for n, t in x.items()}
-    assert key_of(parameters) == key_of(trained)
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_fla_says_what_is_wrong_with_an_argument(
     integration.accelerate()
     with pytest.raises(error, match=message):
         (own(name) if taken == "after" else function)(**draw_call(name) | change)
-    assert integration.last_path() is None
+    assert taken == "before" or integration.last_path() is None
 
 
 @pytest.mark.parametrize(
