@@ -1,32 +1,17 @@
-"""chunk_delta_rule and chunk_gated_delta_rule: results, gradients, errors, and the choice of the backend."""
+"""The delta rule, beside what test_linear.py asks of every operator: raw inputs, flags."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tfla_tk import (
-    chunk_delta_rule,
-    chunk_gated_delta_rule,
-    reference,
-)
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, reference
+from tfla_tk.ops import delta_rule as ops
 
-from .delta_rule import FLAGS, draw, draw_raw, from_raw
-from .linear import assert_same, gradients
-from .linear_checks import (
-    parameters_by_place,
-    parameters_of_fla,
-)
+from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
+from .linear import Kernels, assert_same, gradients
 
 # What is computed
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference:recurrent"])
-def test_raw_inputs(backend: str) -> None:
-    """The flags of fla's layers; gradients reach what was given."""
-    x = draw_raw()
-    found = gradients(chunk_gated_delta_rule, x, **FLAGS, backend=backend)
-    assert_same(found, gradients(from_raw, x))
 
 
 def test_each_flag_alone() -> None:
@@ -57,26 +42,46 @@ def test_keys_of_norm_0() -> None:
     assert all(t.isfinite().all() for t in found.values())
 
 
-def test_arguments_in_the_order_of_fla() -> None:
+# The path of the kernels
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    module = Kernels(ops, LAUNCH)
+    serve_by(module, monkeypatch)
+    return module
+
+
+def test_the_kernels_get_raw_inputs(kernels: Kernels) -> None:
+    """As they are, but for what is of fp64 beside operands of less."""
+    x = draw_raw()
+    found = gradients(chunk_gated_delta_rule, x, **FLAGS, backend="tk")
+    assert kernels.calls == ["forward, kept", "backward, kept"]
+    core = kernels.core
+    assert core.qk_l2norm and core.beta_sigmoid and core.neg_eigval
+    assert core.A_log is not None and core.dt_bias is not None
+    assert_same(found, gradients(from_raw, x))
+    x = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in x.items()}
+    chunk_gated_delta_rule(**x | {"beta": x["beta"].bfloat16()}, **FLAGS)
+    core = kernels.core
+    assert {core.q.dtype, core.k.dtype, core.v.dtype, core.beta.dtype} == {torch.bfloat16}
+    assert {core.g.dtype, core.A_log.dtype, core.initial_state.dtype} == {torch.float32}
+
+
+def test_without_decay(kernels: Kernels) -> None:
     x = draw()
-    q, k, v, g, beta, state = x.values()
-    expected, last = reference.gated_delta_rule_recurrent(**x, scale=0.5, output_final_state=True)
-    o, final = chunk_gated_delta_rule(q, k, v, g, beta, 0.5, state.mT, True, False, False, False, True)
-    torch.testing.assert_close(o, expected)
-    torch.testing.assert_close(final.mT, last)
-    expected, last = reference.delta_rule_recurrent(q, k, v, beta, 0.5, state, True)
-    o, final = chunk_delta_rule(q, k, v, beta, 0.5, state, True)
-    torch.testing.assert_close(o, expected)
-    torch.testing.assert_close(final, last)
-    assert chunk_gated_delta_rule(q, k, v, g, beta)[1] is None
+    del x["g"]
+    found = gradients(chunk_delta_rule, x, backend="tk")
+    assert kernels.core.g is None and kernels.needs_gates == [False]
+    assert_same(found, gradients(reference.delta_rule_recurrent, x))
 
 
-@pytest.mark.slow
-def test_signatures_are_those_of_fla() -> None:
-    """Every argument of fla's function, in its order; the others by keyword."""
-    pytest.importorskip("fla")
-    from fla.ops.delta_rule import chunk_delta_rule as delta
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as gated
-
-    for ours, theirs in ((chunk_delta_rule, delta), (chunk_gated_delta_rule, gated)):
-        assert parameters_by_place(ours) == parameters_of_fla(theirs)
+def test_plans_are_kept_by_flags(kernels: Kernels) -> None:
+    x = draw()
+    chunk_gated_delta_rule(**x)
+    chunk_gated_delta_rule(**x, use_qk_l2norm_in_kernel=True)
+    assert len(delta_rule._path.plans) == 2
+    del x["g"]
+    chunk_delta_rule(**x)
+    with pytest.raises(TypeError, match="g: expected a tensor"):
+        chunk_gated_delta_rule(**x, g=None)
