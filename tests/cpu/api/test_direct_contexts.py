@@ -13,27 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tfla_tk import mlstm, mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.core import memo
+from tfla_tk import mlstm, mlstm_chunkwise
 
 from .conftest import make_inputs
 from .served import Functions, Operators, Served
 
 STATES = ("c_initial", "n_initial", "m_initial")
-
-
-def test_both_paths_agree(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_inputs(1, sequences=3, dtype=torch.bfloat16, states=STATES)
-    x |= {"f": x["f"].double(), "cu_seqlens": torch.tensor([0, 5, 5, 40])}
-    for function in (mlstm_chunkwise, mlstm_siging_chunkwise):
-        h, last = function(**x, return_last_states=True)
-        assert served.direct and not served.dispatched
-        with monkeypatch.context() as patch:
-            patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
-            h_op, last_op = function(**x, return_last_states=True)
-        assert served.direct == served.dispatched
-        assert all(torch.equal(a, b) for a, b in zip((h, *last), (h_op, *last_op), strict=True))
-        served.direct = served.dispatched = 0
 
 
 @pytest.mark.parametrize(

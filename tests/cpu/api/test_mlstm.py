@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
-from tfla_tk.core.dispatch import OPERATORS
+from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference
 
 from .conftest import make_inputs
 
@@ -81,15 +80,6 @@ def test_last_states_have_one_dtype(
     assert {t.dtype for t in last} == {torch.float64 if dtype == torch.float64 else torch.float32}
 
 
-def test_return_types() -> None:
-    x = make_inputs(dtype=torch.bfloat16)
-    assert isinstance(mlstm_chunkwise(**x), Tensor)
-    h, (c, n, m) = mlstm_chunkwise(**x, return_last_states=True)
-    assert h.dtype == torch.bfloat16 and h.shape == (2, 3, 40, 32)
-    assert {c.dtype, n.dtype, m.dtype} == {torch.float32}
-    assert (c.shape, n.shape, m.shape) == ((2, 3, 16, 32), (2, 3, 16), (2, 3, 1))
-
-
 @pytest.mark.parametrize("backend", ["auto", "tk"])
 @pytest.mark.parametrize("gate", GATES)
 def test_two_calls_equal_one(gate: str, backend: str, fake_tk: Any) -> None:
@@ -154,12 +144,6 @@ def test_empty_sequence_without_a_state_gives_zeros() -> None:
     _, last = mlstm_chunkwise(**make_inputs(seq=0), return_last_states=True)
     assert [t.shape for t in last] == [(2, 3, 16, 32), (2, 3, 16), (2, 3, 1)]
     assert all(bool((t == 0).all()) for t in last)
-
-
-@pytest.mark.parametrize("seq", [1, 15, 63, 64, 65])
-def test_any_length(seq: int) -> None:
-    x = make_inputs(seq=seq, dtype=torch.float64)
-    close(mlstm_chunkwise(**x), reference.mlstm_recurrent(**x))
 
 
 def test_views_are_read_in_place(fake_tk: Any) -> None:
@@ -263,13 +247,6 @@ def test_packed_sequences_that_are_all_empty(gate: str, backend: str, states: bo
         torch.testing.assert_close(state, x[name] if states else torch.zeros_like(x[name]))
 
 
-def test_normalize_off_with_packed_sequences() -> None:
-    x = make_inputs(1, sequences=2, states=("c_initial",))
-    offsets = torch.tensor([0, 9, 40])
-    h, (c, n) = mlstm_siging_chunkwise(**x, normalize=False, cu_seqlens=offsets, return_last_states=True)
-    assert h.shape == x["v"].shape and c.shape[0] == 2 and not bool(n.any())
-
-
 # autocast
 
 
@@ -309,24 +286,3 @@ def test_autocast_leaves_float64_alone_and_kernel_dtype_is_for_autocast() -> Non
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert mlstm_chunkwise(**x).dtype == torch.float64
     assert mlstm_chunkwise(**make_inputs(), autocast_kernel_dtype=torch.bfloat16).dtype == torch.float32
-
-
-def test_which_sees_the_autocast_dtype() -> None:
-    described = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            arguments = make_inputs() | {
-                "c_initial": None,
-                "n_initial": None,
-                "m_initial": None,
-                "cu_seqlens": None,
-                "return_last_states": False,
-                "eps": 1e-6,
-                "chunk_size": 64,
-                "recompute_states_in_bw": True,
-                "autocast_kernel_dtype": None,
-                "backend": "auto",
-            }
-            described.append(OPERATORS["mlstm_chunkwise"].describe(**arguments)[1].dtype)
-    assert described == [torch.float32, torch.bfloat16]
-    assert which("mlstm_chunkwise", **make_inputs()).backend == "reference"

@@ -49,14 +49,14 @@ def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(("gate", "states"), [("exp", ()), ("exp", STATES), ("sig", ()), ("sig", STATES[:2])])
 def test_opcheck_forward(gate: str, states: tuple[str, ...], rows: bool, last: bool, varlen: bool) -> None:
-    x = packed(make_inputs, states) if varlen else make_inputs(seq=20, states=states)
+    x = packed(states) if varlen else make_inputs(seq=20, states=states)
     opcheck(FWD, arguments(leaves(x), gate, last=last, rows=rows))
 
 
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("gate", "states"), [("exp", STATES), ("sig", ())])
 def test_opcheck_backward(gate: str, states: tuple[str, ...], varlen: bool) -> None:
-    x = packed(make_inputs, states) if varlen else make_inputs(seq=20, states=states)
+    x = packed(states) if varlen else make_inputs(seq=20, states=states)
     h, c, n, _, *rows = FWD(*arguments(x, gate, rows=True))
     dh, dc, dn = (torch.randn_like(t) for t in (h, c, n))
     tensors = (*(x.get(name) for name in INPUTS), h, *rows, c, n, dh, dc, dn)
@@ -86,7 +86,7 @@ def test_states_are_empty_unless_asked_for() -> None:
 @pytest.mark.parametrize(("gate", "normalize"), [("exp", True), ("sig", True), ("sig", False)])
 def test_rows(gate: str, normalize: bool, varlen: bool, dtype: torch.dtype) -> None:
     """s q_t.n_t and m_t of the recurrence, token by token."""
-    x = packed(make_inputs, dtype=dtype) if varlen else make_inputs(1, seq=20, dtype=dtype)
+    x = packed(dtype=dtype) if varlen else make_inputs(1, seq=20, dtype=dtype)
     *_, row_n, row_m, chunk_m = FWD(*arguments(x, gate, normalize, rows=True))
     assert {row_n.dtype, row_m.dtype, chunk_m.dtype} == {ops.state_dtype(x["q"])}
     assert row_n.shape == ((1, 3, 20) if normalize else (0,))
@@ -204,11 +204,6 @@ def test_an_initial_state_may_be_changed_after_the_forward() -> None:
         assert torch.equal(first, second)
 
 
-def test_packed_states_have_a_row_per_sequence() -> None:
-    _, c, n, m, *_ = FWD(*arguments(packed(make_inputs)))
-    assert (c.shape, n.shape, m.shape) == ((3, 3, 16, 32), (3, 3, 16), (3, 3, 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_gates_reach_the_op_as_they_are(dtype: torch.dtype, fake_tk: Any) -> None:
     """The kernels read every dtype but float64, which becomes fp32."""
@@ -301,21 +296,6 @@ def test_backward_without_a_gradient_of_h() -> None:
         torch.testing.assert_close(x[name].grad, expected[name].grad)
 
 
-def test_double_backward_is_refused() -> None:
-    x = {n: t.requires_grad_() for n, t in make_inputs().items()}
-    h = FWD(*arguments(x))[0]
-    (dq,) = torch.autograd.grad(h.square().sum(), x["q"], create_graph=True)
-    with pytest.raises(
-        RuntimeError, match="double backward of mLSTM is not implemented; backend='reference'"
-    ):
-        dq.sum().backward()
-    # the reference is plain autograd
-    h = mlstm_chunkwise(**x, backend="reference")
-    (dq,) = torch.autograd.grad(h.square().sum(), x["q"], create_graph=True)
-    dq.sum().backward()
-    assert x["k"].grad is not None
-
-
 # torch.compile
 
 
@@ -350,7 +330,7 @@ def test_compile_packed_sequences(gate: str, fake_tk: Any) -> None:
     fake_tk.verdict = Support(True)
     function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
     states = STATES if gate == "exp" else STATES[:2]
-    compiled_agrees(lambda **x: function(**x, backend="tk"), packed(make_inputs, states), "aot_eager")
+    compiled_agrees(lambda **x: function(**x, backend="tk"), packed(states), "aot_eager")
 
 
 def test_compile_with_states_autocast_and_a_model_around(fake_tk: Any) -> None:

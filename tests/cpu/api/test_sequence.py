@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +20,8 @@ from tfla_tk import (
     mlstm_step,
 )
 from tfla_tk.backends.tk import mlstm as tk
-from tfla_tk.calls.mlstm import check_mlstm_sequence
 
-from .decode_calls import NAMES, draw_tokens
+from .decode_calls import DECODES, NAMES, draw_tokens
 
 
 def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
@@ -72,17 +69,6 @@ def test_a_sequence_is_a_chunk() -> None:
     torch.testing.assert_close((h, *state), (expected, *last))
 
 
-def test_gradients() -> None:
-    """By the reference."""
-    inputs = {name: x.double().requires_grad_() for name, x in draw_tokens(seq=2).items()}
-    m = inputs.pop("m").detach()
-
-    def run(*tensors: Tensor) -> Tensor:
-        return mlstm_sequence(*tensors, m)[0]
-
-    assert torch.autograd.gradcheck(run, tuple(inputs.values()), atol=1e-5, fast_mode=True)
-
-
 def test_steps_and_sequences_keep_plans_of_their_own() -> None:
     """A plan of the one does not let arguments of the other pass."""
     inputs = draw_tokens(seq=1)
@@ -97,66 +83,7 @@ def test_steps_and_sequences_keep_plans_of_their_own() -> None:
         mlstm_step(**inputs)
 
 
-@pytest.mark.parametrize(
-    "name, change, error",
-    [
-        ("q", lambda x: x[:, :, 0], (ValueError, r"q: expected 4 dimensions \[B, NH, S, DHQK\]")),
-        ("k", lambda x: x[..., :8], (ValueError, r"k: expected shape \[B, NH, S, DHQK\] of q")),
-        ("k", lambda x: x[:, :, :4], (ValueError, "k: expected shape")),
-        ("v", lambda x: x.double(), (TypeError, "v: expected dtype torch.float32, the dtype of q")),
-        ("v", lambda x: x[:2], (ValueError, r"v: expected shape \[B, NH, S\] of q and \[DHHV\]")),
-        ("i", lambda x: x.unsqueeze(3), (ValueError, r"i: expected 3 dimensions \[B, NH, S\] of q")),
-        ("f", lambda x: x.long(), (TypeError, "f: expected dtype float16")),
-        ("f", lambda x: x[..., :1], (ValueError, r"f: expected shape \[B, NH, S\] of q")),
-        ("c", lambda x: x.mT, (ValueError, r"c: expected shape \[B, NH, DHQK, DHHV\]")),
-        ("n", lambda x: x.to("meta"), (ValueError, "n: expected device cpu")),
-        ("m", lambda x: None, (TypeError, r"m: expected a tensor \[B, NH, 1\], got NoneType")),
-    ],
-)
-def test_bad_arguments(
-    name: str, change: Callable[[Tensor], Any], error: tuple[type[Exception], str]
-) -> None:
-    inputs = draw_tokens()
-    with pytest.raises(error[0], match=error[1]):
-        mlstm_sequence(**inputs | {name: change(inputs[name])})
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="eps"):
-        mlstm_sequence(**draw_tokens(), eps=-1.0)
-    with pytest.raises(ValueError, match="dtype_state"):
-        mlstm_sequence(**draw_tokens(), dtype_state=torch.int8)
-    with pytest.raises(ValueError, match="backend: expected 'reference' for a few tokens"):
-        mlstm_sequence(**draw_tokens(), backend="reference:parallel")
-    with pytest.raises(ValueError, match="backend: expected 'tk', got 'tk:fast'"):
-        mlstm_sequence(**draw_tokens(), backend="tk:fast")
-    with pytest.raises(ValueError, match="backend: expected 'triton' for a few tokens"):
-        mlstm_sequence(**draw_tokens(), backend="triton:xl_chunk")
-    with pytest.raises(UnsupportedError, match="has no Triton kernel for a few tokens"):
-        mlstm_sequence(**draw_tokens(), backend="triton")
-    with pytest.raises(UnsupportedError, match="mlstm_sequence on backend 'tk'"):
-        mlstm_sequence(**draw_tokens(), backend="tk")
-
-
 # on a GPU, as far as it can be asked without one
-
-
-def on_gpu(tokens: dict[str, Tensor], **changes: Any) -> Any:
-    options = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6, "dtype_state": None}
-    call = check_mlstm_sequence(**tokens, **options)
-    return dataclasses.replace(call, device=torch.device("cuda", 0), **changes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["auto", "tk"])
-def test_tk_serves_sequences(passes_for_a_gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str) -> None:
-    inputs = draw_tokens(dtype)
-    fake_tk.verdict = tk.supports_mlstm_sequence(on_gpu(inputs))
-    choice = tfla_tk.which("mlstm_sequence", **inputs, backend=backend)
-    assert choice.backend == "tk" and not choice.reasons["triton"].ok
-    expected = mlstm_sequence(**inputs, backend="reference")
-    h, state = mlstm_sequence(**inputs, backend=backend)  # the op computes the reference on a CPU
-    torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
 
 
 @pytest.mark.parametrize("sigmoid_gate", [False, True])
@@ -180,7 +107,9 @@ def test_whether_a_sequence_is_on_tk(fake_tk: Any, sigmoid_gate: bool) -> None:
 def test_what_tk_leaves_to_the_chunkwise_kernel(
     passes_for_a_gpu: None, fake_tk: Any, changes: dict[str, Any]
 ) -> None:
-    fake_tk.verdict = tk.supports_mlstm_sequence(on_gpu(draw_tokens(torch.bfloat16), **changes))
+    fake_tk.verdict = tk.supports_mlstm_sequence(
+        DECODES["sequence"].on_gpu(draw_tokens(torch.bfloat16), **changes)
+    )
     inputs = draw_tokens(torch.bfloat16)
     assert tfla_tk.which("mlstm_sequence", **inputs).backend == "reference"
     with pytest.raises(UnsupportedError, match="use mlstm_chunkwise"):

@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
     "kernel dtype": ({"autocast_kernel_dtype": torch.float64}, ValueError,
         "autocast_kernel_dtype: .* got torch.float64"),
     "kernel dtype is text": ({"autocast_kernel_dtype": "bfloat16"}, TypeError,
-        "autocast_kernel_dtype: expected None, torch.float16, .* or torch.float32, got 'bfloat16' of type str"),
+        "autocast_kernel_dtype: expected None, torch.float16, .* torch.float32, got 'bfloat16' of type str"),
     "NumPy chunk_size 40": ({"chunk_size": np.int64(40)}, ValueError, "chunk_size: .* got 40"),
     "NumPy chunk_size 64.0": ({"chunk_size": np.float32(64)}, TypeError, "chunk_size: expected an int"),
     "NumPy eps nan": ({"eps": np.float32("nan")}, ValueError, "eps: expected a positive finite number"),

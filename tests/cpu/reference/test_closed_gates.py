@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tfla_tk import reference
 
-from .conftest import assert_close, draw_mlstm
+from .conftest import assert_close, draw_mlstm, split_form
 
 Tensors = list[Tensor]
 
@@ -65,8 +65,7 @@ def true_state(c: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 def evaluate(form: str, tokens: Tensors, state: list[Tensor | None]) -> dict[str, Tensor]:
     """h, e^m C and e^m n of the last state, and the gradients of a loss that reaches all of them."""
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     inputs = [x.clone().requires_grad_() for x in tokens]
     given = [None if x is None else x.clone().requires_grad_() for x in state[:2]]
     call = getattr(reference, f"mlstm_{name}")
@@ -131,8 +130,7 @@ def test_explicit_formulas_equal_autograd(chunk_size: int, closed: str, kind: st
 @pytest.mark.parametrize("form", ["recurrent", "parallel", "chunkwise_3"])
 def test_gradcheck_of_the_open_gates(form: str) -> None:
     (q, k, v, i, f), (c, n, m) = draw_mlstm(6, batch=1, dims=(3, 2))
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     m[:, 0] = -math.inf
     closed = torch.zeros_like(i, dtype=torch.bool)
     closed[..., [0, 3]] = True
@@ -153,8 +151,7 @@ def test_an_empty_state_goes_on(form: str, kind: str) -> None:
     """Wherever the sequence is cut: the last state, with m = -inf, is a right initial state."""
     (*qkv, i, f), state = draw_mlstm(LENGTH)
     tokens = [*qkv, *close(i, f, [0, 5, 7, 8], -math.inf)]
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     options["return_last_states"] = True
     call = getattr(reference, f"mlstm_{name}")
     given = initial(kind, state, -math.inf)
@@ -170,8 +167,7 @@ def test_an_empty_state_goes_on(form: str, kind: str) -> None:
 def test_the_last_state_of_nothing_is_empty(form: str) -> None:
     """m = -inf, and zeros for C and n; no gradient comes through it."""
     (*qkv, i, f), state = draw_mlstm(LENGTH)
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     inputs = [x.requires_grad_() for x in (*qkv, *close(i, f, [LENGTH - 1], -math.inf), *state[:2])]
     call = getattr(reference, f"mlstm_{name}")
     _, (c, n, m) = call(*inputs, state[2], return_last_states=True, **options)
@@ -180,28 +176,12 @@ def test_the_last_state_of_nothing_is_empty(form: str) -> None:
         assert not grad.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_steps_equal_the_sequence(dtype: torch.dtype) -> None:
-    (*qkv, i, f), state = draw_mlstm(12)
-    tokens = [x.to(dtype) for x in (*qkv, *close(i, f, [0, 4, 11], -math.inf))]
-    state = [x.to(dtype) for x in state]
-    expected, expected_last = reference.mlstm_recurrent(*tokens, *state, return_last_states=True)
-    outputs = []
-    for t in range(12):
-        q, k, v, i, f = (x[:, :, t] for x in tokens)
-        h, state = reference.mlstm_step(q, k, v, i[..., None], f[..., None], *state)
-        outputs.append(h)
-    assert torch.equal(torch.stack(outputs, dim=2), expected)
-    assert all(torch.equal(a, b) for a, b in zip(state, expected_last, strict=True))
-
-
 @pytest.mark.parametrize("gate", ["i", "f"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_nan_gate_is_not_a_closed_one(form: str, gate: str) -> None:
     (*qkv, i, f), state = draw_mlstm(LENGTH)
     {"i": i, "f": f}[gate][:, 0, 12] = math.nan
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     h, last = getattr(reference, f"mlstm_{name}")(*qkv, i, f, *state, return_last_states=True, **options)
     assert h[:, 0, 12:].isnan().all() and h[:, 1].isfinite().all()
     assert all(x[:, 0].isnan().all() for x in last)
@@ -231,9 +211,10 @@ def test_a_decay_of_zero(decaying_operator: Any, closed: str, with_state: bool) 
     tokens, state = operator.draw(LENGTH)
     state = state if with_state else []
     expected = operator.evaluate("recurrent", closed_at(tokens, CLOSED[closed], operator, -1e5), state)
-    tokens = closed_at(tokens, CLOSED[closed], operator, -math.inf)
-    for form in ("recurrent", "parallel", "chunkwise_3", "chunkwise_8"):
-        assert_close(operator.evaluate(form, tokens, state), expected, tol=1e-9, floor=1e-3)
+    for least in (-1e4, -math.inf):
+        given = closed_at(tokens, CLOSED[closed], operator, least)
+        for form in ("recurrent", "parallel", "chunkwise_3", "chunkwise_8"):
+            assert_close(operator.evaluate(form, given, state), expected, tol=1e-9, floor=1e-3)
 
 
 def test_a_decay_of_zero_for_a_whole_head() -> None:

@@ -143,9 +143,12 @@ def test_extreme_gates_in_fp32(gate: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
+@pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_sequence(gate: str, dtype: torch.dtype) -> None:
+def test_steps_equal_the_sequence(gate: str, dtype: torch.dtype, closed: bool) -> None:
     (q, k, v, i, f), state = draw_mlstm(9)
+    if closed:
+        i[..., [0, 4, 8]], f[..., [0, 4, 8]] = -math.inf, -math.inf
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     i, f, *state = (x.float() for x in (i, f, *state))
     if gate == "exp":

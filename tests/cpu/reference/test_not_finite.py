@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tfla_tk import reference
 
-from .conftest import draw_mlstm
+from .conftest import draw_mlstm, split_form
 
 Tensors = list[Tensor]
 
@@ -84,8 +84,7 @@ def test_a_value_that_is_not_a_number_shows(form: str) -> None:
     """From its token on, in its column of V."""
     tokens, state = draw_mlstm(40)
     tokens[2][0, 1, 20, 3] = math.nan
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     h = getattr(reference, f"mlstm_{name}")(*tokens, *state, **options)
     assert h[0, 1, 20:, 3].isnan().all()
     assert h[0, 1, :, :3].isfinite().all() and h[0, 1, :, 4:].isfinite().all()
