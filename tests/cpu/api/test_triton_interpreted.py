@@ -140,8 +140,8 @@ def test_odd_head_dimensions_write_out_of_bounds(numbers: Numbers) -> None:
 def test_fla_agrees(op: str, through: str, numbers: Numbers) -> None:
     """Output, final state and gradients, from an initial state, with a chunk tail; delta rule in fp16.
 
-    By the adapter, and by the public function: simple GLA over packed sequences, one of them empty, with states
-    [N, H, V, K].
+    By the adapter, and by the public function: simple GLA over packed sequences, one of them empty, with
+    states [N, H, V, K].
     """
     errors = numbers[f"{through}/chunk_{op}"]
     assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
