@@ -62,6 +62,11 @@ def make_inputs(
     return {name: t.to(dtype) for name, t in inputs.items()}
 
 
+def leaves(x: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with requires_grad, but for those that have no gradient."""
+    return {n: t.detach().clone().requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
+
+
 LEFT = Kept((torch.arange(3.0),), forward.Left(Cut(4, 2), (8, 16)))  # what a forward leaves for its backward
 
 

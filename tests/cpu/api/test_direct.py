@@ -15,7 +15,7 @@ from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm as ops
 
-from .conftest import make_inputs
+from .conftest import leaves, make_inputs
 from .served import Operators
 
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -61,11 +61,6 @@ class Calls:
 @pytest.fixture
 def calls(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(fake_tk, monkeypatch)
-
-
-def leaves(x: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with requires_grad, but for those that have no gradient."""
-    return {n: t.detach().clone().requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
 
 
 def gradients(x: dict[str, Any], *outputs: Tensor, **options: Any) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,7 @@ from torch.library import opcheck
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
 from tfla_tk.ops import mlstm as ops
 
-from .conftest import make_inputs
+from .conftest import leaves, make_inputs
 
 STATES = ("c_initial", "n_initial", "m_initial")
 FWD = torch.ops.tfla_tk.mlstm_fwd.default
@@ -37,11 +37,6 @@ def packed(states: tuple[str, ...] = (), **changed: Any) -> dict[str, Tensor]:
     """Three sequences in a batch of one, the second of them empty."""
     x = make_inputs(1, seq=20, sequences=3, states=states, **changed)
     return x | {"cu_seqlens": torch.tensor([0, 7, 7, 20], dtype=torch.int32)}
-
-
-def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs with requires_grad, but for those that have no gradient."""
-    return {n: t.requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -191,7 +186,7 @@ def test_what_the_backward_is_given(gate: str, last: bool, monkeypatch: pytest.M
 def test_an_initial_state_may_be_changed_after_the_forward() -> None:
     """A cache that is updated in place."""
     x = make_inputs(states=STATES)
-    inputs = leaves({n: t.clone() for n, t in x.items()})
+    inputs = leaves(x)
     cache = {n: x[n].clone() for n in STATES}
     gradients = []
     for changed in (False, True):
@@ -309,7 +304,7 @@ def compiled_agrees(
     # a graph on disk may call an op of another version of this package
     with torch._inductor.config.patch(force_disable_caches=True):
         for run in (function, compiled):
-            inputs = leaves({n: t.clone() for n, t in x.items()})
+            inputs = leaves(x)
             h = run(**inputs)
             (h * h).sum().backward()
             results.append([h.detach(), *(t.grad for t in inputs.values() if t.requires_grad)])

@@ -87,6 +87,7 @@ BAD = [
          r"initial_state: expected shape \[B, {H}, K, V\] = "
          r"\(2, ., 16, 32\), got \(2, ., 32, 16\) \(state_v_first=True of {name} takes \[B, {H}, V, K\]\)",
          families=V_FIRST),
+    *bad("initial_state", lambda x: x["initial_state"].to("meta"), "initial_state: expected device cpu, the"),
     *bad("cu_seqlens", lambda x: torch.tensor([0, 40]), r"cu_seqlens: expected a batch of 1 in q \(packed"),
     *bad("cu_seqlens", lambda x: [0, 40], r"cu_seqlens: expected a tensor \[N \+ 1\], got list", TypeError),
     *bad("cu_seqlens_cpu", lambda x: torch.tensor([0, 40]), "cu_seqlens_cpu: expected None without"),
