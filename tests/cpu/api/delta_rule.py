@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from tfla_tk import delta_rule, reference
 from tfla_tk.backends.tk import delta_rule as package
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.support import SUPPORTED
 
-from . import simple_gla_calls
 from .linear import Inputs
 
 FLAGS = {
@@ -39,12 +38,26 @@ def serve_by(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
 
 
-def draw(**options: Any) -> Inputs:
+def draw(
+    *, batch: int = 2, seq: int = 40, heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = (16, 32),
+    dtype: torch.dtype = torch.float64, rows: int | None = None,
+) -> Inputs:  # fmt: skip
     """q, k of norm 1, v, g, beta and initial_state."""
-    x = simple_gla_calls.draw(**options)
-    beta = torch.sigmoid(simple_gla_calls.draw(seed=1, **options)["v"][..., 0])
-    state = x.pop("initial_state")
-    return x | {"k": normalize(x["k"], dim=-1), "beta": beta, "initial_state": state}
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    gate = (batch, seq, heads[1])
+    found = {
+        "q": normal(batch, seq, heads[0], dims[0]),
+        "k": normalize(normal(batch, seq, heads[0], dims[0]), dim=-1),
+        "v": normal(batch, seq, heads[1], dims[1]),
+        "g": logsigmoid(normal(*gate)),
+        "beta": torch.sigmoid(normal(*gate)),
+        "initial_state": normal(batch if rows is None else rows, heads[1], *dims),
+    }
+    return {name: x.to(dtype) for name, x in found.items()}
 
 
 def draw_raw(**options: Any) -> Inputs:
