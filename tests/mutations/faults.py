@@ -156,7 +156,7 @@ PYTHON = (
           "tests/cpu/integrations/test_fla_or_tk.py"),
     Fault("offsets on the CPU are not compared", "tfla_tk/calls/linear.py",
           "    check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    state_v_first", "    state_v_first",
-          "tests/cpu/api/test_simple_gla_refusals.py -k 'packing or offsets'"),
+          "tests/cpu/api/test_refusals.py -k 'packing or offsets'"),
     Fault("80th percentile of times", "bench/timing.py",
           "cuts[0], cuts[3], len(times)", "cuts[0], cuts[2], len(times)",
           "tests/cpu/bench/test_timing.py"),
