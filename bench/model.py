@@ -40,8 +40,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, 256] of the next byte, from bytes [B, S] as int64."""
-        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens))))
-        return logits
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
 class Block(nn.Module):
@@ -87,8 +86,7 @@ class MLSTMLayer(nn.Module):
         i, f = rearrange(gates, "b s (gate h) -> gate b h s", gate=2)
         h = rearrange(self.cell(q, k, v, i, f), "b h s d -> b s h d")
         h = rearrange(F.rms_norm(h, h.shape[-1:], eps=NORM_EPS), "b s h d -> b s (h d)")
-        y: Tensor = self.output(torch.sigmoid(self.output_gate(x)) * self.scale * h)
-        return y
+        return self.output(torch.sigmoid(self.output_gate(x)) * self.scale * h)
 
 
 class GatedMLP(nn.Module):
@@ -101,8 +99,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def train(

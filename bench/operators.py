@@ -172,8 +172,7 @@ def split_offsets(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 def output_of(result: Any) -> Tensor:
     """The output of what a function returned, without the last state."""
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
+    return result[0] if isinstance(result, tuple) else result
 
 
 def last_state_of(result: Any) -> tuple[Tensor, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,47 +164,30 @@ def _origin(found: Sequence[Pair | Row]) -> str:
 Cell = Callable[[Row], str]
 
 
-def _of(cell: Cell, row: Row | None) -> str:
-    return "-" if row is None else cell(row)
+def _figure(key: str, text: Callable[[Any], str]) -> Cell:
+    """The cell of a figure, "-" for a row without it."""
+    return lambda row: "-" if row.get(key) is None else text(row[key])
 
 
-def _ours(cell: Cell) -> Callable[[Pair], str]:
-    return lambda pair: _of(cell, pair.ours)
-
-
-def _theirs(cell: Cell) -> Callable[[Pair], str]:
-    return lambda pair: _of(cell, pair.theirs)
-
-
-def _ms(row: Row) -> str:
-    return milliseconds(row["ms"])
-
-
-def _graph_ms(row: Row) -> str:
-    return milliseconds(row["graph_ms"]) if "graph_ms" in row else "-"
+_ms, _graph_ms = _figure("ms", milliseconds), _figure("graph_ms", milliseconds)
+_error = _figure("rel_err", errors_of)
+_memory = _figure("peak_mem_mb", "{:.0f}".format)
+_memory_gb = _figure("peak_mem_mb", lambda mb: f"{mb / 1024:.1f}")
 
 
 def _variant(row: Row) -> str:
     return str(row["backend"].partition(":")[2])
 
 
-def _roofline(row: Row) -> str:
-    return "-" if row["roofline"] is None else f"{row['roofline']:.0%}"
+def _ours(cell: Cell) -> Callable[[Pair], str]:
+    return lambda pair: "-" if pair.ours is None else cell(pair.ours)
 
 
-def _error(row: Row) -> str:
-    return errors_of(row["rel_err"])
+def _theirs(cell: Cell) -> Callable[[Pair], str]:
+    return lambda pair: "-" if pair.theirs is None else cell(pair.theirs)
 
 
-def _memory(row: Row) -> str:
-    return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb']:.0f}"
-
-
-def _ratio(theirs: float | None, ours: float | None) -> str:
-    return f"{theirs / ours:.2f}x" if theirs and ours else "-"
-
-
-def _ratio_of_rows(pair: Pair) -> str:
+def _speed_up(pair: Pair) -> str:
     return f"{pair.speed_up:.2f}x" if pair.speed_up else "-"
 
 
@@ -219,14 +201,14 @@ TIMES: Columns = (
     ("tk ms", _ours(_ms)),
     ("baseline ms", _theirs(_ms)),
     ("best baseline", _theirs(_variant)),
-    ("speed-up", _ratio_of_rows),
+    ("speed-up", _speed_up),
 )
 CONTEST: Columns = (
     *PROBLEM,
     *TIMES,
-    ("TFLOP/s", _ours(lambda row: f"{row['tflops']:.0f}")),
-    ("GB/s", _ours(lambda row: f"{row['gbps']:.0f}")),
-    ("roofline", _ours(_roofline)),
+    ("TFLOP/s", _ours(_figure("tflops", "{:.0f}".format))),
+    ("GB/s", _ours(_figure("gbps", "{:.0f}".format))),
+    ("roofline", _ours(_figure("roofline", "{:.0%}".format))),
     ("error", _ours(_error)),
     ("peak MB, tk", _ours(_memory)),
     ("peak MB, baseline", _theirs(_memory)),
@@ -255,7 +237,7 @@ def _packages(title: str, rows: Sequence[Row]) -> str:
 
         columns += [
             (f"{name.partition(':')[2]} ms", against(_theirs(_ms))),
-            ("speed-up", against(_ratio_of_rows)),
+            ("speed-up", against(_speed_up)),
             ("error", against(_theirs(_error))),
             ("peak MB", against(_theirs(_memory))),
         ]
@@ -291,26 +273,31 @@ def _steps(rows: Sequence[Row]) -> str:
     found = pairs(rows)
     in_place = {contest_of(row): row for row in rows if row["backend"] == IN_PLACE}
 
-    def graph_ms(row: Row | None) -> float | None:
-        return None if row is None else row.get("graph_ms")
-
-    def share(row: Row) -> str:
-        graph = graph_ms(row)
+    def of_copy_rate(row: Row) -> str:
+        graph = row.get("graph_ms")
         return f"{row['roofline'] * row['ms'] / graph:.0%}" if graph and row["roofline"] else "-"
 
     columns: Columns = (
         *PROBLEM,
         ("tk ms", _ours(_graph_ms)),
-        ("in place ms", lambda pair: _of(_graph_ms, in_place.get(contest_of(pair.shown)))),
+        ("in place ms", lambda pair: _graph_ms(in_place.get(contest_of(pair.shown), {}))),
         ("Triton ms", _theirs(_graph_ms)),
-        ("speed-up", lambda pair: _ratio(graph_ms(pair.theirs), graph_ms(pair.ours))),
-        ("of the copy rate", _ours(share)),
+        ("speed-up", lambda pair: _speed_up(_through_graphs(pair) or Pair(pair.shown, None, None))),
+        ("of the copy rate", _ours(of_copy_rate)),
         ("plain call, tk ms", _ours(_ms)),
         ("plain call, Triton ms", _theirs(_ms)),
         ("error", _ours(_error)),
     )
     caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
     return _section(TITLES[STEP], columns, found, f"{caption}; {_origin(found)}")
+
+
+def _through_graphs(pair: Pair) -> Pair | None:
+    """The pair with the times of CUDA graphs; None where one of its rows has none."""
+    if any("graph_ms" not in row for row in (pair.ours, pair.theirs) if row is not None):
+        return None
+    ours, theirs = (row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs))
+    return Pair(pair.shown, ours, theirs)
 
 
 def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
@@ -344,9 +331,9 @@ def _models(rows: Sequence[Row]) -> str:
     """
     found = []
     for pair in (pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)):
-        if all("graph_ms" in row for row in (pair.ours, pair.theirs) if row is not None):
-            ours, theirs = (row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs))
-            pair = Pair(pair.shown | {"graphs": True}, ours, theirs)
+        through_graphs = _through_graphs(pair)
+        if through_graphs:
+            pair = through_graphs._replace(shown=pair.shown | {"graphs": True})
         found.append(pair)
 
     def phase(pair: Pair) -> str:
@@ -355,19 +342,13 @@ def _models(rows: Sequence[Row]) -> str:
     def tokens_per_s(row: Row) -> str:
         return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
 
-    def share(row: Row) -> str:
-        return f"{row['kernel_share']:.1%}" if "kernel_share" in row else "-"
-
-    def peak_gb(row: Row) -> str:
-        return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb'] / 1024:.1f}"
-
     def error(row: Row) -> str:
         return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
 
     figures: dict[str, Cell] = {
         "tokens/s": tokens_per_s,
-        "mLSTM kernels": share,
-        "peak GB": peak_gb,
+        "mLSTM kernels": _figure("kernel_share", "{:.1%}".format),
+        "peak GB": _memory_gb,
         "error": error,
     }
     columns: list[tuple[str, Callable[[Any], str]]] = [
@@ -376,7 +357,7 @@ def _models(rows: Sequence[Row]) -> str:
         ("tk ms", _ours(_ms)),
         ("Triton ms", _theirs(_ms)),
         ("Triton", _theirs(_variant)),
-        ("speed-up", _ratio_of_rows),
+        ("speed-up", _speed_up),
     ]
     for name, cell in figures.items():
         columns += [(f"{name}, tk", _ours(cell)), (f"{name}, Triton", _theirs(cell))]
@@ -386,10 +367,6 @@ def _models(rows: Sequence[Row]) -> str:
         "of the first losses in nats"
     )
     return _section(TITLES[MODEL], columns, found, f"{caption}; {_origin(found)}")
-
-
-def _schedule_ms(name: str, found: dict[str, Row]) -> str:
-    return _ms(found[name])
 
 
 def _ablation(op: str, rows: Sequence[Row]) -> str:
@@ -402,7 +379,7 @@ def _ablation(op: str, rows: Sequence[Row]) -> str:
     latest = list({problem_of(found["sequential"]): found for found in both}.values())
     columns: Columns = (
         ("Shape", lambda found: problem_title(found["sequential"])),
-        *((f"{name} ms", partial(_schedule_ms, name)) for name in SCHEDULES),
+        *((f"{name} ms", lambda found, name=name: _ms(found[name])) for name in SCHEDULES),
     )
     origin = _origin([found["sequential"] for found in latest])
     return _section(f"{TITLES[op]}, forward without and with overlap", columns, latest, origin)

@@ -85,8 +85,7 @@ def _prepare_flash_qla(inputs: Mapping[str, Tensor]) -> Prepared:
     offsets = inputs[OFFSETS].long() if OFFSETS in inputs else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        output: Tensor = function(q, k, v, g, beta, cu_seqlens=offsets)[0]
-        return output
+        return function(q, k, v, g, beta, cu_seqlens=offsets)[0]
 
     return Prepared(leaves, call)
 
@@ -107,8 +106,7 @@ def _prepare_mamba(inputs: Mapping[str, Tensor]) -> Prepared:
     sequences = _sequence_of_token(inputs[OFFSETS]) if OFFSETS in inputs else None
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        output: Tensor = function(x, dt, a, b, c, chunk_size=MAMBA_CHUNK, seq_idx=sequences)
-        return output
+        return function(x, dt, a, b, c, chunk_size=MAMBA_CHUNK, seq_idx=sequences)
 
     return Prepared({"x": x, "dt": dt, "b": k, "c": q}, call)
 

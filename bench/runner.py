@@ -98,7 +98,7 @@ def run_contest(
                 outcome.notes += [fla.NOTE] * lifted
             if outcome.variant.call in rivals.RIVALS:
                 outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
-        _check_and_time(operator, shape, which, outcomes, settings, tell)
+        _check_and_time(operator, outcomes, settings, tell)
     return outcomes
 
 
@@ -112,38 +112,38 @@ def lifted_guard(
 
 def _check_and_time(
     operator: Operator,
-    shape: Shape,
-    which: str,
     outcomes: Sequence[Outcome],
     settings: Settings,
     tell: Callable[[str], object],
 ) -> None:
-    """Fill the outcomes of one contest."""
+    """Fill the outcomes of one contest, at least one."""
     tell("fp64 reference")
-    kinds = list(dict.fromkeys(cotangent_kind(operator, outcome.variant, which) for outcome in outcomes))
+    shape, which = outcomes[0].shape, outcomes[0].which
+    kinds = {outcome.variant.call: cotangent_kind(operator, outcome.variant, which) for outcome in outcomes}
     dtype, device, seed = DTYPES[settings.dtype], settings.device, settings.seed
     try:
         inputs = operator.inputs(shape, dtype, device, settings.layout, seed, settings.forget_bias)
         drawn = {operator.output: cotangent_like(inputs["v"], seed + 1)} if which == "fwdbwd" else {}
-        truth = accuracy.compute_truth(operator, shape, inputs, drawn, kinds=kinds)
+        truth = accuracy.compute_truth(
+            operator, shape, inputs, drawn, kinds=tuple(dict.fromkeys(kinds.values()))
+        )
     except Exception as error:  # too large for this machine: the next contest may not be
-        release(device)
         for outcome in outcomes:
             outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
         return
-    release(device)
-
-    def check_one(outcome: Outcome, truth: Truth) -> None:
-        kind = cotangent_kind(operator, outcome.variant, which)
-        given = {operator.output: truth.cotangents[kind]} if drawn else {}
-        baseline = outcome.variant.family in BASELINES
-        check(operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline)
-
+    finally:
+        release(device)
     for outcome in outcomes:
         tell(outcome.variant.call)
-        guard(outcome, partial(check_one, outcome, truth))
+        kind = kinds[outcome.variant.call]
+        given = {operator.output: truth.cotangents[kind]} if drawn else {}
+        baseline = outcome.variant.family in BASELINES
+        work = partial(
+            check, operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline
+        )
+        guard(outcome, work)
         release(device)
-    del truth  # gigabytes that nothing timed needs
+    del truth, work  # gigabytes that nothing timed needs
     tell("timed")
     _time(operator, outcomes, inputs, drawn, settings)
 

@@ -1,22 +1,27 @@
 """What every operator family shares: compute dtype, gate sums, walks over tokens, chunks and sequences.
 
 Inside the reference every tensor is head-first: tokens are [B, H, T, ...] and states [B, H, ...].
-A form maps ``(*tokens, *states)`` to ``(output [B, H, T, V], states)``; tokens start with q, k, v.
+A step of one token and one chunk map ``(*tokens, *states)`` to ``(output, states)``, a form of a whole
+sequence ``(tokens, states)`` to ``(output [B, H, T, V], states)``; tokens start with q, k, v.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 States = tuple[Tensor, ...]
-Form = Callable[..., tuple[Tensor, States]]
+Step = Callable[..., tuple[Tensor, States]]  # one token, or one chunk
+Form = Callable[[States, States], tuple[Tensor, States]]
+
+ALL_TOKENS = 2**40  # a chunk size that no sequence exceeds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +94,7 @@ def log_decay_gradient(pairs: Tensor, received: Tensor, sent: Tensor, through: T
     return pad(behind[..., :-1], (1, 0)) + received.flip(-1).cumsum(-1).flip(-1) + through[..., None]
 
 
-def scan_tokens(step: Form, tokens: Sequence[Tensor], states: States) -> tuple[Tensor, States]:
+def scan_tokens(step: Step, tokens: States, states: States) -> tuple[Tensor, States]:
     """Apply ``step`` token by token; its tokens are [B, H, ...] without the time dimension."""
     outputs = []
     for t in range(tokens[0].shape[2]):
@@ -99,15 +104,52 @@ def scan_tokens(step: Form, tokens: Sequence[Tensor], states: States) -> tuple[T
     return (torch.stack(outputs, dim=2) if outputs else tokens[2].clone()), states
 
 
-def scan_chunks(chunk: Form, tokens: Sequence[Tensor], states: States, size: int) -> tuple[Tensor, States]:
+def scan_chunks(chunk: Step, size: int, tokens: States, states: States) -> tuple[Tensor, States]:
     """Apply ``chunk`` to pieces of ``size`` tokens; the last piece may be shorter."""
-    if size < 1:
-        raise ValueError(f"chunk_size: expected a positive integer, got {size}")
     outputs = []
-    for start in range(0, tokens[0].shape[2], size):
-        out, states = chunk(*(x[:, :, start : start + size] for x in tokens), *states)
+    for piece in split_chunks(tokens, size):
+        out, states = chunk(*piece, *states)
         outputs.append(out)
     return (torch.cat(outputs, dim=2) if outputs else tokens[2].clone()), states
+
+
+def split_chunks(tokens: States, size: int) -> list[States]:
+    """The tokens of one sequence chunk by chunk; the last one may be shorter, and there may be none.
+
+    Raises:
+        ValueError: ``size`` is not positive.
+    """
+    if size < 1:
+        raise ValueError(f"chunk_size: expected a positive integer, got {size}")
+    if tokens[0].shape[2] == 0:
+        return []
+    return list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True))
+
+
+def in_one_chunk(chunkwise: Callable[..., R], doc: str) -> Callable[..., R]:
+    """The parallel form of an operator: its chunkwise form over one chunk that has all tokens.
+
+    Args:
+        doc: docstring of the parallel form, whose arguments are those of the other one but for chunk_size.
+    """
+
+    def parallel(*args: Any, **kwargs: Any) -> R:
+        return chunkwise(*args, **kwargs, chunk_size=ALL_TOKENS)
+
+    return described(parallel, chunkwise, ("chunkwise", "parallel"), "chunk_size", doc)
+
+
+def described(
+    function: Callable[..., R], form: Callable[..., R], rename: tuple[str, str], without: str, doc: str
+) -> Callable[..., R]:
+    """Give a function the name, renamed, and the signature, without an argument, of the form it calls."""
+    named: Any = functools.wraps(form)(function)
+    named.__name__ = named.__qualname__ = form.__name__.replace(*rename)
+    named.__doc__ = doc
+    signature = inspect.signature(form)
+    kept = [x for name, x in signature.parameters.items() if name != without]
+    named.__signature__ = signature.replace(parameters=kept)
+    return named
 
 
 def sequence_bounds(cu_seqlens: Tensor, batch: int, length: int) -> list[tuple[int, int]]:
@@ -146,12 +188,12 @@ def split_sequences(
 
 
 def scan_sequences(
-    form: Form, tokens: Sequence[Tensor], states: States, cu_seqlens: Tensor | None
+    form: Form, tokens: States, states: States, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, States]:
     """Apply ``form`` to the batch, or to each packed sequence with its own row of the states."""
     if cu_seqlens is None:
-        return form(*tokens, *states)
-    results = [form(*own, *state) for own, state in split_sequences(tokens, states, cu_seqlens)]
+        return form(tokens, states)
+    results = [form(own, state) for own, state in split_sequences(tokens, states, cu_seqlens)]
     outputs, lasts = zip(*results, strict=True)
     return torch.cat(outputs, dim=2), tuple(torch.cat(rows) for rows in zip(*lasts, strict=True))
 

@@ -13,11 +13,17 @@ for keys of norm 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, einsum
 
-from .common import Form, States, full_precision, scan_chunks, scan_tokens, segment_sum
-from .linear import repeat_heads, run_linear
+from .common import States, described, full_precision, in_one_chunk, scan_chunks, scan_tokens, segment_sum
+from .linear import run_linear
+
+R = TypeVar("R")
 
 
 @full_precision
@@ -49,34 +55,8 @@ def gated_delta_rule_recurrent(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_tokens(gated_delta_step, args[:5], args[5:])
-
-    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
-
-
-@full_precision
-def gated_delta_rule_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule as one [T, T] triangular solve plus the term of the initial state.
-
-    Arguments, result and errors as in :func:`gated_delta_rule_recurrent`.
-    """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(gated_delta_chunk, args[:5], args[5:], max(args[0].shape[2], 1))
-
-    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+    form = partial(scan_tokens, gated_delta_step)
+    return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
 @full_precision
@@ -97,59 +77,40 @@ def gated_delta_rule_chunkwise(
     Arguments, result and errors as in :func:`gated_delta_rule_recurrent`; ``chunk_size`` is any positive
     number of tokens and the last chunk may be shorter.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(gated_delta_chunk, args[:5], args[5:], chunk_size)
-
-    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+    form = partial(scan_chunks, gated_delta_chunk, chunk_size)
+    return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
-def delta_rule_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule token by token; arguments as in :func:`gated_delta_rule_recurrent`, without decay."""
-    g = torch.zeros_like(beta)
-    return gated_delta_rule_recurrent(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+gated_delta_rule_parallel = in_one_chunk(
+    gated_delta_rule_chunkwise,
+    """Gated delta rule as one [T, T] triangular solve plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`gated_delta_rule_recurrent`.
+    """,
+)
 
 
-def delta_rule_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule as one [T, T] triangular solve; arguments as in :func:`gated_delta_rule_recurrent`."""
-    g = torch.zeros_like(beta)
-    return gated_delta_rule_parallel(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+def _without_decay(gated: Callable[..., R], doc: str) -> Callable[..., R]:
+    """A form of the delta rule from that of the gated one, whose arguments it has but for g."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> R:
+        return gated(q, k, v, torch.zeros_like(beta), beta, *args, **kwargs)
+
+    return described(form, gated, ("gated_", ""), "g", doc)
 
 
-def delta_rule_chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor | None]:
-    """Delta rule in chunks; arguments as in :func:`gated_delta_rule_chunkwise`, without decay."""
-    g = torch.zeros_like(beta)
-    return gated_delta_rule_chunkwise(
-        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size
-    )
+delta_rule_recurrent = _without_decay(
+    gated_delta_rule_recurrent,
+    "Delta rule token by token; arguments as in :func:`gated_delta_rule_recurrent`, without decay.",
+)
+delta_rule_parallel = _without_decay(
+    gated_delta_rule_parallel,
+    "Delta rule as one [T, T] triangular solve; arguments as in :func:`gated_delta_rule_recurrent`.",
+)
+delta_rule_chunkwise = _without_decay(
+    gated_delta_rule_chunkwise,
+    "Delta rule in chunks; arguments as in :func:`gated_delta_rule_chunkwise`, without decay.",
+)
 
 
 def gated_delta_step(
@@ -179,20 +140,3 @@ def gated_delta_chunk(
     o = einsum("bhtj,bhjv->bhtv", scores, u) + through * einsum("bhtk,bhkv->bhtv", q, s)
     k_end = decay[..., -1, :, None] * k
     return o, (through[..., -1:, :] * s + einsum("bhjk,bhjv->bhkv", k_end, u),)
-
-
-def run_gated_delta(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Repeat the heads of q and k to those of v and run ``form``."""
-    q, k = repeat_heads(q, k, v)
-    return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .common import States, full_precision, log_decay_gradient, segment_sum
-from .linear import run_backward, split_chunks
+from .linear import BackwardForm, run_backward
 
 
 class DeltaRuleGrads(NamedTuple):
@@ -118,41 +118,33 @@ def gated_delta_rule_backward(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-
-    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
-        return _sequence_backward(tokens, state, chunk_size)
-
-    found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens)
+    form = BackwardForm(_chunk_forward, _chunk_backward)
+    found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens, chunk_size)
     return DeltaRuleGrads(*found)
 
 
-def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
-    """dq (of the scaled q), dk, dv, dg, dbeta, dh0 of one sequence of any length.
+def _chunk_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+) -> tuple[DeltaRuleChunk, Tensor]:
+    """The terms of one chunk, and the state that leaves it."""
+    found = delta_rule_chunk_forward(q, k, v, g, beta, s)
+    return found, found.through[..., -1:, :] * s + (found.to_end * k).mT @ found.writes
 
-    Args:
-        tokens: q (scaled), k, v, g, beta, do, head-first. state: S before the first token, dS after the last.
-    """
-    s, ds = state
-    pieces = split_chunks(tokens, size)
-    entering, forwards = [], []
-    for q, k, v, g, beta, _ in pieces:
-        entering.append(s)
-        forwards.append(delta_rule_chunk_forward(q, k, v, g, beta, s))
-        s = leaving_state(forwards[-1], k, s)
 
-    columns: list[States] = []
-    for piece, s_in, forward in zip(reversed(pieces), reversed(entering), reversed(forwards), strict=True):
-        q, k, _, _, beta, do = piece
-        found = delta_rule_chunk_backward(forward, q, k, beta, s_in, do, ds)
-        ds = found.ds
-        columns.insert(0, (found.dq, found.dk_left + found.dk_right, found.dv, found.dg, found.dbeta))
-
-    # empty pieces in front: there may be no token
-    dq, dk, dv, dg, dbeta = (
-        torch.cat([x[:, :, :0], *column], dim=2)
-        for x, column in zip(tokens[:5], zip(*columns, strict=True) if columns else [()] * 5, strict=True)
-    )
-    return dq, dk, dv, dg, dbeta, ds
+def _chunk_backward(
+    forward: DeltaRuleChunk,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    s: Tensor,
+    ds: Tensor,
+) -> States:
+    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk with q scaled."""
+    found = delta_rule_chunk_backward(forward, q, k, beta, s, do, ds)
+    return found.dq, found.dk_left + found.dk_right, found.dv, found.dg, found.dbeta, found.ds
 
 
 def delta_rule_chunk_forward(
@@ -174,11 +166,6 @@ def delta_rule_chunk_forward(
     return DeltaRuleChunk(
         decay, through, decay[..., -1, :, None], overlap, decay * (q @ k.mT), inverse, unwritten, writes
     )
-
-
-def leaving_state(forward: DeltaRuleChunk, k: Tensor, s: Tensor) -> Tensor:
-    """The state [B, H, K, V] after a chunk, from the one before."""
-    return forward.through[..., -1:, :] * s + (forward.to_end * k).mT @ forward.writes
 
 
 def delta_rule_chunk_backward(

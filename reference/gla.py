@@ -9,6 +9,8 @@ with log decay g_t in R^K and scale s::
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from einops import rearrange
 from torch import Tensor, einsum
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tfla_tk.core import transforms
 
-from .common import States, full_precision, scan_chunks, scan_tokens, segment_sum
+from .common import States, full_precision, in_one_chunk, scan_chunks, scan_tokens, segment_sum
 from .linear import run_linear
 
 
@@ -47,32 +49,7 @@ def gla_recurrent(
     Raises:
         ValueError: ``cu_seqlens`` that does not fit.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_tokens(gla_step, args[:4], args[4:])
-
-    return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
-
-
-@full_precision
-def gla_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention over all pairs of tokens, through a [B, H, K, T, T] tensor: short T only.
-
-    Arguments, result and errors as in :func:`gla_recurrent`.
-    """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(gla_chunk, args[:4], args[4:], max(args[0].shape[2], 1))
-
+    form = partial(scan_tokens, gla_step)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -94,15 +71,22 @@ def gla_chunkwise(
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
     recomputes chunk by chunk, so that it needs no more. Under torch.func it keeps them all.
     """
-
-    def recomputed(*args: Tensor) -> tuple[Tensor, States]:
-        return checkpoint(gla_chunk, *args, use_reentrant=False, preserve_rng_state=False)
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        chunk = recomputed if _can_recompute() else gla_chunk
-        return scan_chunks(chunk, args[:4], args[4:], chunk_size)
-
+    chunk = _recomputed_chunk if _can_recompute() else gla_chunk
+    form = partial(scan_chunks, chunk, chunk_size)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
+
+
+gla_parallel = in_one_chunk(
+    gla_chunkwise,
+    """Gated linear attention over all pairs of tokens, through a [B, H, K, T, T] tensor: short T only.
+
+    Arguments, result and errors as in :func:`gla_recurrent`.
+    """,
+)
+
+
+def _recomputed_chunk(*args: Tensor) -> tuple[Tensor, States]:
+    return checkpoint(gla_chunk, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _can_recompute() -> bool:

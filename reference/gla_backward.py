@@ -23,7 +23,7 @@ from torch import Tensor, einsum
 
 from .common import States, full_precision, log_decay_gradient, segment_sum
 from .gla import gla_chunk
-from .linear import run_backward, split_chunks
+from .linear import BackwardForm, run_backward
 
 
 class GLAGrads(NamedTuple):
@@ -65,39 +65,20 @@ def gla_backward(
     Raises:
         ValueError: ``cu_seqlens`` that does not fit.
     """
-
-    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
-        return _sequence_backward(tokens, state, chunk_size)
-
-    return GLAGrads(*run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens))
+    form = BackwardForm(_chunk_forward, _chunk_backward)
+    found = run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens, chunk_size)
+    return GLAGrads(*found)
 
 
-def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
-    """dq (of the scaled q), dk, dv, dg, dh0 of one sequence of any length.
-
-    Args:
-        tokens: q (scaled), k, v, g, do, head-first. state: S before the first token, dS after the last.
-    """
-    s, ds = state
-    pieces, entering = split_chunks(tokens, size), []
-    for q, k, v, g, _ in pieces:
-        entering.append(s)
-        _, (s,) = gla_chunk(q, k, v, g, s)
-
-    columns: list[States] = []
-    for (q, k, v, g, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
-        *column, ds = _chunk_backward(q, k, v, g, do, s_in, ds)
-        columns.insert(0, tuple(column))
-
-    # empty pieces in front: there may be no token
-    dq, dk, dv, dg = (
-        torch.cat([x[:, :, :0], *column], dim=2)
-        for x, column in zip(tokens[:4], zip(*columns, strict=True) if columns else [()] * 4, strict=True)
-    )
-    return dq, dk, dv, dg, ds
+def _chunk_forward(*args: Tensor) -> tuple[None, Tensor]:
+    """The state that leaves a chunk."""
+    _, (leaving,) = gla_chunk(*args)
+    return None, leaving
 
 
-def _chunk_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor) -> States:
+def _chunk_backward(
+    _: None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
+) -> States:
     """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
     decay = torch.exp(segment_sum(rearrange(g, "b h l k -> b h k l")))  # [B, H, K, L, L]
     through = torch.exp(g.cumsum(-2))

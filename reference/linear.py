@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -15,6 +16,7 @@ from .common import (
     promote,
     scan_sequences,
     sequence_count,
+    split_chunks,
     split_sequences,
 )
 
@@ -31,20 +33,24 @@ def run_linear(
     cu_seqlens: Tensor | None,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply ``form`` over (scale * q, k, v, *gates, state), head-first and promoted, to every sequence.
+    """Apply ``form`` over (scale * q, k, v, *gates) and a state, head-first and promoted, to every sequence.
 
     Args:
-        form: maps tokens [N, H, T, ...] and a state [N, H, K, V] to (o [N, H, T, V], (state,)).
-        q, k: [B, T, H, K]. v: [B, T, H, V]. gates: each [B, T, H, ...].
+        form: maps tokens [N, HV, T, ...] and a state [N, HV, K, V] to (o [N, HV, T, V], (state,)).
+        q, k: [B, T, H, K]; their heads are repeated to those of v. v: [B, T, HV, V]. gates: [B, T, HV, ...].
         scale: factor on q; None is K^-1/2.
-        initial_state: [N, H, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
         output_final_state: return the last state instead of None.
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one.
-        state_v_first: initial_state and the last state are [N, H, V, K].
+        state_v_first: initial_state and the last state are [N, HV, V, K].
 
     Returns:
-        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None), contiguous.
+        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None), contiguous.
+
+    Raises:
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
+    q, k = repeat_heads(q, k, v)
     batch, _, heads, dim_v = v.shape
     dim_qk = q.shape[-1]
     if initial_state is None:
@@ -55,7 +61,7 @@ def run_linear(
     *tokens, state = promote(q, k, v, *gates, initial_state)
     tokens = [rearrange(x, "b t h ... -> b h t ...") for x in tokens]
     tokens[0] = tokens[0] * (dim_qk**-0.5 if scale is None else scale)
-    o, (last,) = scan_sequences(form, tokens, (state,), cu_seqlens)
+    o, (last,) = scan_sequences(form, tuple(tokens), (state,), cu_seqlens)
     o = rearrange(o, "b h t v -> b t h v").to(q.dtype).contiguous()
     if not output_final_state:
         return o, None
@@ -85,8 +91,22 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return repeat(q, "b t h k -> b t (h n) k", n=groups), repeat(k, "b t h k -> b t (h n) k", n=groups)
 
 
+class BackwardForm(NamedTuple):
+    """Explicit formulas of an operator, for chunks of one sequence, head-first and promoted, q scaled.
+
+    Attributes:
+        forward: from (q, k, v, *gates, S) with the state S that enters a chunk what ``backward`` reads of the
+            chunk, and the state that leaves it.
+        backward: from (what ``forward`` found, q, k, v, *gates, do, S, dS), dS the gradient of the state that
+            leaves, the gradients of q, k, v, the gates and S, for every head of v.
+    """
+
+    forward: Callable[..., tuple[Any, Tensor]]
+    backward: Callable[..., States]
+
+
 def run_backward(
-    form: Callable[[States, States], tuple[Tensor, ...]],
+    form: BackwardForm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,14 +116,12 @@ def run_backward(
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    chunk_size: int,
     state_v_first: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Gradients by explicit formulas: the frame around what one sequence needs.
+    """Gradients by explicit formulas, chunk by chunk.
 
     Args:
-        form: of one sequence, from tokens (q scaled, k, v, *gates, do), head-first and promoted, and the
-            states S before the first token and dS after the last one; returns the gradients of q (scaled), k,
-            v and the gates for every head of v, and that of the initial state.
         others: as in :func:`run_linear`; HV is a multiple of H. do: [B, T, HV, V] gradient of o. dht: that of
             the last state, shaped like it; None is zero.
 
@@ -120,8 +138,8 @@ def run_backward(
     *promoted, h0, ds = promote(*tokens, *states)
     promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
     promoted[0] = promoted[0] * scale
-    parts = [form(own, state) for own, state in split_sequences(promoted, (h0, ds), cu_seqlens)]
-    *columns, dh0s = zip(*parts, strict=True)
+    sequences = split_sequences(promoted, (h0, ds), cu_seqlens)
+    *columns, dh0s = zip(*(_sequence_backward(form, chunk_size, *each) for each in sequences), strict=True)
     found = [rearrange(torch.cat(x, dim=2), "b h t ... -> b t h ...") for x in columns]
     found[0] = scale * found[0]
     found[:2] = [rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in found[:2]]
@@ -131,15 +149,30 @@ def run_backward(
     return tuple(x.to(y.dtype) for x, y in zip((*found, dh0), like, strict=True))
 
 
+def _sequence_backward(form: BackwardForm, size: int, tokens: States, state: States) -> list[Tensor]:
+    """The gradients of q (scaled), k, v, the gates and the initial state of one sequence of any length.
+
+    Args:
+        tokens: q (scaled), k, v, *gates, do. state: S before the first token, dS after the last one.
+    """
+    s, ds = state
+    # forward in time
+    chunks = []
+    for piece in split_chunks(tokens, size):
+        found, leaving = form.forward(*piece[:-1], s)
+        chunks.append((found, *piece, s))
+        s = leaving
+    # backward in time; an empty piece at the end: there may be no token
+    rows: list[States] = []
+    for chunk in reversed(chunks):
+        *row, ds = form.backward(*chunk, ds)
+        rows.append(tuple(row))
+    rows.append(tuple(x[:, :, :0] for x in tokens[:-1]))
+    return [*(torch.cat(column[::-1], dim=2) for column in zip(*rows, strict=True)), ds]
+
+
 def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:
     """A state or its gradient as [N, HV, K, V]; None is zero."""
     if state is None:
         return zero
     return state.mT if state_v_first else state
-
-
-def split_chunks(tokens: States, size: int) -> list[States]:
-    """The tokens of one sequence, head-first, chunk by chunk; the last one may be shorter."""
-    if tokens[0].shape[2] == 0:
-        return []
-    return list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True))

@@ -27,18 +27,9 @@ import torch
 from torch import Tensor, einsum
 from torch.nn.functional import logsigmoid
 
-from .common import (
-    Form,
-    States,
-    compute_dtype,
-    full_precision,
-    promote,
-    scan_chunks,
-    scan_sequences,
-    scan_tokens,
-    sequence_count,
-)
-from .mlstm_chunk import finite_stabiliser, mlstm_chunk
+from .common import full_precision, in_one_chunk, promote
+from .mlstm_chunk import finite_stabiliser
+from .mlstm_forward import mlstm_by_token, mlstm_forward_terms
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 
@@ -118,39 +109,8 @@ def mlstm_recurrent(
     Raises:
         ValueError: only some initial states, or ``cu_seqlens`` that does not fit.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        q, k, v, i, f, *state = args
-        return scan_tokens(partial(mlstm_step, eps=eps), (q, k, v, i[..., None], f[..., None]), tuple(state))
-
-    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
-    return (h, state) if return_last_states else h
-
-
-@full_precision
-def mlstm_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None = None,
-    n_initial: Tensor | None = None,
-    m_initial: Tensor | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, MLSTMState]:
-    """mLSTM as one masked [S, S] product plus the term of the initial state.
-
-    Arguments, result and errors as in :func:`mlstm_recurrent`.
-    """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(chunk_form(eps), args[:5], args[5:], max(args[0].shape[2], 1))
-
-    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
+    step = partial(mlstm_step, eps=eps)
+    h, state = mlstm_by_token(step, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
     return (h, state) if return_last_states else h
 
 
@@ -175,55 +135,16 @@ def mlstm_chunkwise(
     Arguments, result and errors as in :func:`mlstm_recurrent`; ``chunk_size`` is any positive number of
     tokens and the last chunk may be shorter.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(chunk_form(eps), args[:5], args[5:], chunk_size)
-
-    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
-    return (h, state) if return_last_states else h
-
-
-def chunk_form(eps: float) -> Form:
-    """One chunk as a form over (q, k, v, i, f, c, n, m)."""
-
-    def chunk(
-        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor
-    ) -> tuple[Tensor, States]:
-        out = mlstm_chunk(q, k, v, i, logsigmoid(f), c, n, m, stabilise=True, normalize=True, eps=eps)
-        return out.h, (out.c, out.n, out.m)
-
-    return chunk
-
-
-def run(
-    form: Form,
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    initial: tuple[Tensor | None, Tensor | None, Tensor | None],
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, MLSTMState]:
-    """Promote, fill in the initial state, apply ``form`` per sequence; h comes back in q's dtype."""
-    q = tokens[0]
-    state = initial_state(tokens, initial, sequence_count(q.shape[0], cu_seqlens))
-    promoted = promote(*tokens, *state)
-    h, (c, n, m) = scan_sequences(form, promoted[:5], promoted[5:], cu_seqlens)
-    return h.to(q.dtype), (c, n, m)
-
-
-def initial_state(
-    tokens: tuple[Tensor, ...], initial: tuple[Tensor | None, Tensor | None, Tensor | None], count: int
-) -> MLSTMState:
-    """(c, n, m) as given, or zeros for ``count`` sequences."""
-    c, n, m = initial
-    if c is not None and n is not None and m is not None:
-        return c, n, m
-    if any(x is not None for x in initial):
-        given = [name for name, x in zip("cnm", initial, strict=True) if x is not None]
-        raise ValueError(f"initial states: expected c, n and m together or none of them, got only {given}")
-    q, _, v, *_ = tokens
-    heads, dim_qk, dim_v = q.shape[1], q.shape[-1], v.shape[-1]
-    dtype = compute_dtype(*tokens)
-    return (
-        q.new_zeros(count, heads, dim_qk, dim_v, dtype=dtype),
-        q.new_zeros(count, heads, dim_qk, dtype=dtype),
-        q.new_zeros(count, heads, 1, dtype=dtype),
+    out = mlstm_forward_terms(
+        q, k, v, i, f, c_initial, n_initial, m_initial, eps, chunk_size, cu_seqlens=cu_seqlens
     )
+    return (out.h, (out.c, out.n, out.m)) if return_last_states else out.h
+
+
+mlstm_parallel = in_one_chunk(
+    mlstm_chunkwise,
+    """mLSTM as one masked [S, S] product plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`mlstm_recurrent`.
+    """,
+)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, einsum
 
-from .common import States, full_precision, log_decay_gradient, promote, split_sequences
+from .common import States, full_precision, log_decay_gradient, promote, split_chunks, split_sequences
 from .mlstm_chunk import MLSTMChunk
 from .mlstm_forward import first_state, scan_mlstm
 
@@ -194,25 +194,24 @@ def _sequence_backward(
     q, k, v, i, f, dh = tokens
     c, n, m, dc, dn = state
     # forward in time
-    forward = scan_mlstm(
-        (q, k, v, i, f), (c, n, m), eps, size, sigmoid_gate=sigmoid_gate, normalize=normalize
+    forward = list(
+        scan_mlstm((q, k, v, i, f), (c, n, m), eps, size, sigmoid_gate=sigmoid_gate, normalize=normalize)
     )
     states = [(c, n), *((out.c, out.n) for out in forward)]  # before every chunk, and the last
 
     # backward in time
     backward: list[MLSTMChunkGrads] = []
-    pieces = list(zip(*(x.split(int(size), dim=2) for x in (q, k, v, dh)), strict=True))
+    pieces = split_chunks((q, k, v, dh), size)
     for place, out in reversed(list(enumerate(forward))):
         (q_c, k_c, v_c, dh_c), (c_in, n_in) = pieces[place], states[place]
         back = mlstm_chunk_backward(out, q_c, k_c, v_c, c_in, n_in, dh_c, dc, dn)
         backward.insert(0, back)
         dc, dn = back.dc, back.dn
 
-    # empty pieces in front: there may be no token
-    dq = torch.cat([q[:, :, :0], *(chunk.dq for chunk in backward)], dim=2)
-    dk = torch.cat([k[:, :, :0], *(chunk.dk for chunk in backward)], dim=2)
-    dv = torch.cat([v[:, :, :0], *(chunk.dv for chunk in backward)], dim=2)
-    dlog_f = torch.cat([f[:, :, :0], *(chunk.dlog_f for chunk in backward)], dim=2)
+    # an empty piece in front: there may be no token
+    rows = [(chunk.dq, chunk.dk, chunk.dv, chunk.dlog_f) for chunk in backward]
+    rows.insert(0, (q[:, :, :0], k[:, :, :0], v[:, :, :0], f[:, :, :0]))
+    dq, dk, dv, dlog_f = (torch.cat(column, dim=2) for column in zip(*rows, strict=True))
     k_dk = (k * dk).sum(-1)
     di = k_dk * torch.sigmoid(-i) if sigmoid_gate else k_dk
     df = dlog_f * torch.sigmoid(-f)

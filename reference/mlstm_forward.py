@@ -1,17 +1,31 @@
-"""Chunkwise forward of mLSTMexp and mLSTMsig with the terms per token that a backward needs."""
+"""Forward of mLSTMexp and mLSTMsig: over chunks with the terms per token that a backward needs, and token by
+token."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .common import States, full_precision, promote, sequence_count, split_sequences
-from .mlstm import initial_state
+from .common import (
+    States,
+    Step,
+    compute_dtype,
+    full_precision,
+    promote,
+    scan_sequences,
+    scan_tokens,
+    sequence_count,
+    split_chunks,
+    split_sequences,
+)
 from .mlstm_chunk import MLSTMChunk, mlstm_chunk
-from .mlstm_siging import siging_initial_state
+
+Initial = tuple[Tensor | None, Tensor | None, Tensor | None]  # c, n, m
 
 
 class MLSTMForward(NamedTuple):
@@ -56,13 +70,14 @@ def mlstm_forward_terms(
     promoted = promote(*tokens, *state)
     hs, ds, m_ts, lasts = [], [], [], []
     for own_tokens, own_state in split_sequences(promoted[:5], promoted[5:], cu_seqlens):
-        chunks = scan_mlstm(
+        for chunk in scan_mlstm(
             own_tokens, own_state, eps, chunk_size, sigmoid_gate=sigmoid_gate, normalize=normalize
-        )
-        hs += [chunk.h for chunk in chunks]
-        ds += [chunk.d for chunk in chunks]
-        m_ts += [chunk.m_t for chunk in chunks]
-        lasts.append(chunks[-1][-3:] if chunks else own_state)
+        ):
+            hs.append(chunk.h)
+            ds.append(chunk.d)
+            m_ts.append(chunk.m_t)
+            own_state = chunk[-3:]
+        lasts.append(own_state)
     # empty pieces in front: there may be no token
     h = torch.cat([promoted[2][:, :, :0], *hs], dim=2)
     d, m_t = (torch.cat([promoted[3][:, :, :0], *rows], dim=2) for rows in (ds, m_ts))
@@ -70,36 +85,64 @@ def mlstm_forward_terms(
     return MLSTMForward(h.to(q.dtype), c, n, m, d, m_t)
 
 
-def first_state(
-    tokens: tuple[Tensor, ...],
-    initial: tuple[Tensor | None, Tensor | None, Tensor | None],
+def mlstm_by_token(
+    step: Step,
+    tokens: States,
+    initial: Initial,
     cu_seqlens: Tensor | None,
-    sigmoid_gate: bool,
-    normalize: bool,
+    *,
+    sigmoid_gate: bool = False,
+    normalize: bool = True,
+) -> tuple[Tensor, Any]:
+    """h in q's dtype and the last state, (c, n, m) or with the sigmoid gate (c, n).
+
+    Args:
+        step: of one token. tokens: q, k, v, i, f. Others as of :func:`mlstm_forward_terms`.
+    """
+    state = first_state(tokens, initial, cu_seqlens, sigmoid_gate, normalize)
+    *operands, i, f = tokens
+    promoted = promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
+    h, last = scan_sequences(partial(scan_tokens, step), promoted[:5], promoted[5:], cu_seqlens)
+    return h.to(tokens[0].dtype), last
+
+
+def first_state(
+    tokens: States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation."""
-    count = sequence_count(tokens[0].shape[0], cu_seqlens)
-    if not sigmoid_gate:
-        return initial_state(tokens, initial, count)
-    c, n = siging_initial_state(tokens, *initial[:2], count, normalize)
-    return c, n, torch.zeros_like(n[..., :1])
+    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation.
+
+    Raises:
+        ValueError: some of those that count are given, and others are not.
+    """
+    q, _, v, *_ = tokens
+    counting = (True, normalize, not sigmoid_gate)
+    given = ["cnm"[place] for place in range(3) if counting[place] and initial[place] is not None]
+    if 0 < len(given) < sum(counting):
+        expected = "c and n" if sigmoid_gate else "c, n and m"
+        raise ValueError(
+            f"initial states: expected {expected} together or none of them, got only {', '.join(given)}"
+        )
+    count, heads, dim_qk = sequence_count(q.shape[0], cu_seqlens), q.shape[1], q.shape[-1]
+    dtype = compute_dtype(*tokens)
+    c, n, m = (
+        x if x is not None and counts else q.new_zeros(count, heads, *dims, dtype=dtype)
+        for x, counts, dims in zip(initial, counting, ((dim_qk, v.shape[-1]), (dim_qk,), (1,)), strict=True)
+    )
+    return c, n, m
 
 
 def scan_mlstm(
     tokens: States, state: States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
-) -> list[MLSTMChunk]:
+) -> Iterator[MLSTMChunk]:
     """The chunks of one sequence, first to last; none for a sequence without tokens.
 
     Args:
         tokens: q, k, v, i, f. state: c, n, m before the first token. All of one dtype.
         size: tokens per chunk; the last chunk may be shorter.
     """
-    q, k, v, i, f = tokens
-    if q.shape[2] == 0:
-        return []
+    *operands, i, f = tokens
     gates = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
-    chunks: list[MLSTMChunk] = []
-    for pieces in zip(*(x.split(int(size), dim=2) for x in (q, k, v, *gates)), strict=True):
-        chunks.append(mlstm_chunk(*pieces, *state, stabilise=not sigmoid_gate, normalize=normalize, eps=eps))
-        state = chunks[-1][-3:]
-    return chunks
+    for piece in split_chunks((*operands, *gates), size):
+        chunk = mlstm_chunk(*piece, *state, stabilise=not sigmoid_gate, normalize=normalize, eps=eps)
+        yield chunk
+        state = chunk[-3:]

@@ -17,20 +17,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, einsum
-from torch.nn.functional import logsigmoid
 
-from .common import (
-    Form,
-    States,
-    full_precision,
-    promote,
-    scan_chunks,
-    scan_sequences,
-    scan_tokens,
-    sequence_count,
-)
-from .mlstm import initial_state
-from .mlstm_chunk import mlstm_chunk
+from .common import full_precision, in_one_chunk, promote
+from .mlstm_forward import mlstm_by_token, mlstm_forward_terms
 
 SigingState = tuple[Tensor, Tensor]
 
@@ -107,41 +96,12 @@ def mlstm_siging_recurrent(
     Raises:
         ValueError: only one initial state, or ``cu_seqlens`` that does not fit.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        q, k, v, i, f, *state = args
-        step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
-        return scan_tokens(step, (q, k, v, i[..., None], f[..., None]), tuple(state))
-
-    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
-    return (h, state) if return_last_states else h
-
-
-@full_precision
-def mlstm_siging_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None = None,
-    n_initial: Tensor | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    normalize: bool = True,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, SigingState]:
-    """mLSTMsig as one masked [S, S] product plus the term of the initial state.
-
-    Arguments, result and errors as in :func:`mlstm_siging_recurrent`.
-    """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(chunk_form(eps, normalize), args[:5], args[5:], max(args[0].shape[2], 1))
-
-    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
-    return (h, state) if return_last_states else h
+    step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
+    initial = c_initial, n_initial, None
+    h, (c, n) = mlstm_by_token(
+        step, (q, k, v, i, f), initial, cu_seqlens, sigmoid_gate=True, normalize=normalize
+    )
+    return (h, (c, n)) if return_last_states else h
 
 
 @full_precision
@@ -165,50 +125,17 @@ def mlstm_siging_chunkwise(
     Arguments, result and errors as in :func:`mlstm_siging_recurrent`; ``chunk_size`` is any positive number
     of tokens and the last chunk may be shorter.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(chunk_form(eps, normalize), args[:5], args[5:], chunk_size)
-
-    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
-    return (h, state) if return_last_states else h
-
-
-def chunk_form(eps: float, normalize: bool) -> Form:
-    """One chunk as a form over (q, k, v, i, f, c, n)."""
-
-    def chunk(
-        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor
-    ) -> tuple[Tensor, States]:
-        gates = logsigmoid(i), logsigmoid(f)
-        m = torch.zeros_like(n[..., :1])
-        out = mlstm_chunk(q, k, v, *gates, c, n, m, stabilise=False, normalize=normalize, eps=eps)
-        return out.h, (out.c, out.n)
-
-    return chunk
+    out = mlstm_forward_terms(
+        q, k, v, i, f, c_initial, n_initial, None, eps, chunk_size,
+        sigmoid_gate=True, normalize=normalize, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return (out.h, (out.c, out.n)) if return_last_states else out.h
 
 
-def run(
-    form: Form,
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    c: Tensor | None,
-    n: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, SigingState]:
-    """Promote, fill in the initial state, apply ``form`` per sequence; h comes back in q's dtype."""
-    q = tokens[0]
-    c, n = siging_initial_state(tokens, c, n, sequence_count(q.shape[0], cu_seqlens), normalize)
-    promoted = promote(*tokens, c, n)
-    h, (c_last, n_last) = scan_sequences(form, promoted[:5], promoted[5:], cu_seqlens)
-    return h.to(q.dtype), (c_last, n_last)
+mlstm_siging_parallel = in_one_chunk(
+    mlstm_siging_chunkwise,
+    """mLSTMsig as one masked [S, S] product plus the term of the initial state.
 
-
-def siging_initial_state(
-    tokens: tuple[Tensor, ...], c: Tensor | None, n: Tensor | None, count: int, normalize: bool
-) -> SigingState:
-    """(c, n) as given, or zeros for ``count`` sequences; n is zeros without normalisation."""
-    if normalize and (c is None) != (n is None):
-        given = "c" if n is None else "n"
-        raise ValueError(f"initial states: expected c and n together or none of them, got only {given}")
-    c_zero, n_zero, _ = initial_state(tokens, (None, None, None), count)
-    return c_zero if c is None else c, n if normalize and n is not None else n_zero
+    Arguments, result and errors as in :func:`mlstm_siging_recurrent`.
+    """,
+)

@@ -9,21 +9,22 @@ Source: Yang et al., "Gated Linear Attention" (2024); Sun et al., "Retentive Net
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, einsum
 
 from .common import (
-    Form,
     States,
     full_precision,
+    in_one_chunk,
     log_decay_gradient,
     scan_chunks,
     scan_tokens,
     segment_sum,
 )
-from .linear import repeat_heads, run_backward, run_linear, split_chunks
+from .linear import BackwardForm, run_backward, run_linear
 
 
 @full_precision
@@ -59,39 +60,10 @@ def simple_gla_recurrent(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_tokens(simple_gla_step, args[:4], args[4:])
-
-    return run_simple_gla(
-        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    )
-
-
-@full_precision
-def simple_gla_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Scalar-decay linear attention as one masked [T, T] product plus the term of the initial state.
-
-    Arguments, result and errors as in :func:`simple_gla_recurrent`.
-    """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(simple_gla_chunk, args[:4], args[4:], max(args[0].shape[2], 1))
-
-    return run_simple_gla(
-        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    form = partial(scan_tokens, simple_gla_step)
+    gates = (log_decay(v, g, g_gamma),)
+    return run_linear(
+        form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
     )
 
 
@@ -115,34 +87,20 @@ def simple_gla_chunkwise(
     Arguments, result and errors as in :func:`simple_gla_recurrent`; ``chunk_size`` is any positive number of
     tokens and the last chunk may be shorter.
     """
-
-    def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(simple_gla_chunk, args[:4], args[4:], chunk_size)
-
-    return run_simple_gla(
-        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    )
-
-
-def run_simple_gla(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Repeat the heads of q and k to those of v, make the decay one per token, and run ``form``."""
-    q, k = repeat_heads(q, k, v)
+    form = partial(scan_chunks, simple_gla_chunk, chunk_size)
     gates = (log_decay(v, g, g_gamma),)
     return run_linear(
         form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
     )
+
+
+simple_gla_parallel = in_one_chunk(
+    simple_gla_chunkwise,
+    """Scalar-decay linear attention as one masked [T, T] product plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`simple_gla_recurrent`.
+    """,
+)
 
 
 def simple_gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
@@ -218,57 +176,41 @@ def simple_gla_backward(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-    gate = log_decay(v, g, g_gamma)
-
-    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
-        return _sequence_backward(tokens, state, chunk_size)
-
-    found = run_backward(form, q, k, v, (gate,), do, dht, scale, initial_state, cu_seqlens, state_v_first)
+    form = BackwardForm(_chunk_forward, _chunk_backward)
+    gates = (log_decay(v, g, g_gamma),)
+    found = run_backward(
+        form, q, k, v, gates, do, dht, scale, initial_state, cu_seqlens, chunk_size, state_v_first
+    )
     return SimpleGLAGrads(*found)
 
 
-def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
-    """dq (of the scaled q), dk, dv, dg, dh0 of one sequence of any length.
+def _chunk_forward(*args: Tensor) -> tuple[None, Tensor]:
+    """The state that leaves a chunk."""
+    _, (leaving,) = simple_gla_chunk(*args)
+    return None, leaving
 
-    Args:
-        tokens: q (scaled), k, v, g, do, head-first. state: S before the first token, dS after the last. All
-            in the compute dtype.
-    """
-    s, ds = state
-    pieces = split_chunks(tokens, size)
-    # forward in time: the state that enters every chunk
-    entering = []
-    for q_c, k_c, v_c, g_c, _ in pieces:
-        entering.append(s)
-        _, (s,) = simple_gla_chunk(q_c, k_c, v_c, g_c, s)
 
-    # backward in time
-    columns: list[States] = []
-    for (q_c, k_c, v_c, g_c, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
-        decay = torch.exp(segment_sum(g_c))
-        through = torch.exp(g_c.cumsum(-1))[..., None]
-        to_end = decay[..., -1, :, None]
-        scores = decay * einsum("bhtk,bhjk->bhtj", q_c, k_c)
-        products = einsum("bhtv,bhjv->bhtj", do, v_c)
-        dscores = decay * products
-        of_reads = through * einsum("bhtv,bhkv->bhtk", do, s_in)
-        of_writes = to_end * einsum("bhjv,bhkv->bhjk", v_c, ds)
-        dv = scores.mT @ do + to_end * (k_c @ ds)
-        dg = log_decay_gradient(
-            scores * products,
-            (q_c * of_reads).sum(-1),
-            (k_c * of_writes).sum(-1),
-            (through[..., -1:, :] * s_in * ds).sum((-1, -2)),
-        )
-        columns.insert(0, (dscores @ k_c + of_reads, dscores.mT @ q_c + of_writes, dv, dg))
-        ds = through[..., -1:, :] * ds + (through * q_c).mT @ do
-
-    # empty pieces in front: there may be no token
-    dq, dk, dv, dg = (
-        torch.cat([x[:, :, :0], *column], dim=2)
-        for x, column in zip(tokens[:4], zip(*columns, strict=True) if columns else [()] * 4, strict=True)
+def _chunk_backward(
+    _: None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
+) -> States:
+    """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
+    decay = torch.exp(segment_sum(g))
+    through = torch.exp(g.cumsum(-1))[..., None]
+    to_end = decay[..., -1, :, None]
+    scores = decay * einsum("bhtk,bhjk->bhtj", q, k)
+    products = einsum("bhtv,bhjv->bhtj", do, v)
+    dscores = decay * products
+    of_reads = through * einsum("bhtv,bhkv->bhtk", do, s)
+    of_writes = to_end * einsum("bhjv,bhkv->bhjk", v, ds)
+    dv = scores.mT @ do + to_end * (k @ ds)
+    end = through[..., -1:, :]
+    dg = log_decay_gradient(
+        scores * products,
+        (q * of_reads).sum(-1),
+        (k * of_writes).sum(-1),
+        (end * s * ds).sum((-1, -2)),
     )
-    return dq, dk, dv, dg, ds
+    return dscores @ k + of_reads, dscores.mT @ q + of_writes, dv, dg, end * ds + (through * q).mT @ do
 
 
 def retention_log_decay(

@@ -87,12 +87,11 @@ def chunk_delta_rule(
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, False, False, False
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_delta_rule",
         (q, k, v, None, beta, None, None, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, False, chunk_size, False, backend),
     )
-    return result
 
 
 @operator(_describe_gated)
@@ -148,12 +147,8 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: take sigmoid(beta) in place of beta.
         allow_neg_eigval: take 2 sigmoid(beta); with use_beta_sigmoid_in_kernel only.
         state_v_first: initial and final state are [N, HV, V, K].
-        cu_seqlens: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch of one, rising
-            from 0 to T; sequence j is tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1. Empty sequences are
-            allowed and return their initial state. The reference and fla read the offsets on the host; the tk
-            kernels read them on the GPU, unchecked.
-        cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
-            Both must be equal; that is checked where cu_seqlens is on the CPU, not on a GPU.
+        cu_seqlens, cu_seqlens_cpu: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch
+            of one, as in `chunk_simple_gla`.
         chunk_indices: not used; fla's own functions hand it to one another.
         cp_context: None: there is no context parallelism.
         use_gate_in_kernel: take -exp(A_log) softplus(g + dt_bias) in place of g.
@@ -161,31 +156,24 @@ def chunk_gated_delta_rule(
             use_gate_in_kernel.
         chunk_size: tokens per chunk, 16, 32 or 64; None is 64. The result does not depend on it beyond
             rounding. Used by the reference and by fla; the tk kernels choose their own.
-        backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
-            (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent", takes
-            that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
-            where an input has a tangent, and a second derivative through tk raises.
+        backend: as in `chunk_simple_gla`.
 
     Returns:
-        (o, final_state): o [B, T, HV, V] in q's dtype, under autocast in the autocast region's; final_state
-        shaped like initial_state, in fp32 (fp64 for fp64 q, k, v), or None without output_final_state. Empty
-        inputs give an empty o and, for T = 0, a copy of the initial state. Both are contiguous, whatever the
-        strides of the inputs.
+        (o, final_state) as in `chunk_simple_gla`: o [B, T, HV, V] in q's dtype, final_state shaped like
+        initial_state in fp32 (fp64 for fp64 q, k, v), or None without output_final_state.
 
     Raises:
-        TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.
-        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+        TypeError, ValueError, UnsupportedError: as in `chunk_simple_gla`.
     """
     if cp_context is not None:
         _check_no_context(cp_context)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_gated_delta_rule",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, state_v_first, chunk_size, True, backend),
     )
-    return result
 
 
 def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:

@@ -56,31 +56,20 @@ def chunk_gla(
             or with cu_seqlens the number of sequences.
         output_final_state: also return the state after the last token.
         state_v_first: initial and final state are [N, H, V, K].
-        cu_seqlens: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch of one, rising
-            from 0 to T; sequence j is tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1. Empty sequences are
-            allowed and return their initial state. The reference and fla read the offsets on the host; the tk
-            kernels read them on the GPU, unchecked.
-        cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
-            Both must be equal; that is checked where cu_seqlens is on the CPU, not on a GPU.
-        backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
-            (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent", takes
-            that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
-            where an input has a tangent, and a second derivative through tk raises.
+        cu_seqlens, cu_seqlens_cpu: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch
+            of one, as in `chunk_simple_gla`.
+        backend: as in `chunk_simple_gla`.
 
     Returns:
-        (o, final_state): o [B, T, H, V] in q's dtype, under autocast in the autocast region's; final_state
-        shaped like initial_state, in fp32 (fp64 for fp64 q, k, v), or None without output_final_state. Empty
-        inputs give an empty o and, for T = 0, a copy of the initial state. Both are contiguous, whatever the
-        strides of the inputs.
+        (o, final_state) as in `chunk_simple_gla`: o [B, T, H, V] in q's dtype, final_state shaped like
+        initial_state in fp32 (fp64 for fp64 q, k, v), or None without output_final_state.
 
     Raises:
-        TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.
-        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+        TypeError, ValueError, UnsupportedError: as in `chunk_simple_gla`.
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_gla",
         (q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, state_v_first, backend),
     )
-    return result

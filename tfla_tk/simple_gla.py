@@ -106,12 +106,11 @@ def chunk_simple_gla(
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_simple_gla",
         (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, state_v_first, chunk_size, backend),
     )
-    return result
 
 
 @operator(_describe_retention)
@@ -132,12 +131,11 @@ def chunk_retention(
     Source: Sun et al., "Retentive Network" (2023). Arguments, result, errors and the choice of the backend as
     in `chunk_simple_gla`.
     """
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_retention",
         (q, k, v, None, decay_of_heads(v), initial_state, cu_seqlens, None),
         (scale, output_final_state, False, chunk_size, backend),
     )
-    return result
 
 
 @operator(_describe_lightning)
@@ -170,12 +168,11 @@ def chunk_lightning_attn(
         g_gamma: log decay per head [HV]: minus the slopes.
     """
     g_gamma = _lightning_decay(v, layer_idx, num_layers, g_gamma)
-    result: tuple[Tensor, Tensor | None] = _path.serve(
+    return _path.serve(
         "chunk_lightning_attn",
         (q, k, v, None, g_gamma, initial_state, cu_seqlens, None),
         (scale, output_final_state, False, chunk_size, backend),
     )
-    return result
 
 
 def _lightning_decay(v: Any, layer_idx: Any, num_layers: Any, g_gamma: Any) -> Any:

@@ -1,20 +1,14 @@
-"""Fixtures of the GPU tests: operators, dtypes, and the kernels' forms that calls are forced into.
-
-Parameters of tests are combined in pairs, as in tests/cpu: three and more of them are not all tried with one
-another, but for tests marked `product`.
-"""
+"""Fixtures of the GPU tests: operators, dtypes, and the kernels' forms that calls are forced into."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.pairs import in_pairs
 from tfla_tk import delta_rule, gla, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
@@ -30,20 +24,7 @@ from tfla_tk.core.layout import SEGMENT_CHUNKS
 from .accuracy import TOLERANCE
 from .mlstm import OPERATORS, Operator
 
-HERE = Path(__file__).parent
 KEPT_BYTES = 2**30  # of memory of the GPU that a process may keep between tests
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "product: all combinations of the parameters count, not pairs of them")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    own = [item for item in items if HERE in item.path.parents and not item.get_closest_marker("product")]
-    left_out = {*own} - {*in_pairs(own)}
-    config.hook.pytest_deselected(items=[item for item in own if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

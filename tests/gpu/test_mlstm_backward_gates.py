@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from tfla_tk.ops import mlstm as ops
 
 from .accuracy import relative_error
 from .memory import high_and_low, launch, normal, offsets_of
+from .mlstm_formulas import gate_gradients
 
-Formulas = Callable[..., Any]
 Check = Callable[..., tuple[Tensor, Tensor]]
 StateGradient = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # c, dc, n, dn
 
@@ -159,7 +159,7 @@ def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
     return di, df
 
 
-def truth(x: Problem, gate_gradients: Formulas) -> tuple[Tensor, Tensor]:
+def truth(x: Problem) -> tuple[Tensor, Tensor]:
     count = x.i.shape[0] if x.cu_seqlens is None else len(x.bounds)
     flows = []
     for c, dc, n, dn in x.states:
@@ -170,17 +170,16 @@ def truth(x: Problem, gate_gradients: Formulas) -> tuple[Tensor, Tensor]:
         flows.append(flow)
     sums = [[t.double().sum(0) for t in (own.whole, own.inter)] for own in (x.q_dq, x.k_dk)]
     given = (*sums, x.anchors, x.i, x.f, x.chunk_m, flows, x.bounds, x.before, x.every)
-    found: tuple[Tensor, Tensor] = gate_gradients(*given)
-    return found
+    return gate_gradients(*given)
 
 
 @pytest.fixture
-def check(kernel: ModuleType, gate_gradients: Formulas) -> Check:
+def check(kernel: ModuleType) -> Check:
     """Runs the kernels, holds di and df against the formulas, and gives them back."""
 
     def check(x: Problem, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]:
         found = run(kernel, x)
-        for name, own, true in zip(("di", "df"), found, truth(x, gate_gradients), strict=True):
+        for name, own, true in zip(("di", "df"), found, truth(x), strict=True):
             assert relative_error(own, true) <= tolerance, name
         return found
 

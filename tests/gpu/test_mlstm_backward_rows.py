@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ from tfla_tk.build import instances
 
 from .accuracy import relative_error
 from .memory import launch, normal
-
-Formulas = Callable[..., Any]
+from .mlstm_formulas import row_factors
 
 EPS = 1e-6
 
@@ -64,12 +61,7 @@ def run_rows(
 
 
 def row_factors_of_parts(
-    row_factors: Formulas,
-    dh: Tensor,
-    h: Tensor,
-    d: Tensor,
-    m: Tensor | None,
-    part_columns: int = PART_COLUMNS,
+    dh: Tensor, h: Tensor, d: Tensor, m: Tensor | None, part_columns: int = PART_COLUMNS
 ) -> tuple[Tensor, Tensor]:
     """As `run_rows`, in fp64."""
     parts = zip(dh.split(part_columns, dim=-1), h.split(part_columns, dim=-1), strict=True)
@@ -124,18 +116,17 @@ def test_row_factors(
     part_columns: int,
     dtype: torch.dtype,
     kernel: ModuleType,
-    row_factors: Formulas,
 ) -> None:
     dh, h, d, m = draw_rows(size, dim, dtype)
     if layout == "transposed":
         dh, h = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dh, h))
     for given in (m, None):
         found = run_rows(kernel, dh, h, d, given, part_columns)
-        truth = row_factors_of_parts(row_factors, dh, h, d, given, part_columns)
+        truth = row_factors_of_parts(dh, h, d, given, part_columns)
         assert_factors(found, truth)
 
 
-def test_row_factors_at_the_ends_of_the_range(kernel: ModuleType, row_factors: Formulas) -> None:
+def test_row_factors_at_the_ends_of_the_range(kernel: ModuleType) -> None:
     """e^{-m} is inf below -88.7 and 0 above 103; log2 w stays finite, and NaN shows."""
     dh, h, d, m = draw_rows((1, 2, 500), 256, torch.bfloat16)
     m *= 100.0
@@ -143,7 +134,7 @@ def test_row_factors_at_the_ends_of_the_range(kernel: ModuleType, row_factors: F
     d[0, 0, 2:4] = 0.0
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
-    assert_factors((log2_w, e), row_factors_of_parts(row_factors, dh, h, d, m))
+    assert_factors((log2_w, e), row_factors_of_parts(dh, h, d, m))
     d[0, 1, 7] = torch.nan
     dh[0, 1, 9, 200] = torch.nan
     m.fill_(100.0)
@@ -155,9 +146,7 @@ def test_row_factors_at_the_ends_of_the_range(kernel: ModuleType, row_factors: F
 @pytest.mark.parametrize("rows", [1, 63, 3 * 1000])
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("part_slices", [1, 2, 4])
-def test_row_factors_from_dots(
-    part_slices: int, slices: int, rows: int, kernel: ModuleType, row_factors: Formulas
-) -> None:
+def test_row_factors_from_dots(part_slices: int, slices: int, rows: int, kernel: ModuleType) -> None:
     dots, d, m = draw_dots(slices, rows)
     of_parts = [part.double().sum(0) for part in dots.split(part_slices)]
     for given in (m, None):
@@ -166,7 +155,7 @@ def test_row_factors_from_dots(
         assert relative_error(run_factors(kernel, dots, d, given, part_slices), truth) <= 1e-5
 
 
-def test_row_factors_from_dots_at_the_ends_of_the_range(kernel: ModuleType, row_factors: Formulas) -> None:
+def test_row_factors_from_dots_at_the_ends_of_the_range(kernel: ModuleType) -> None:
     """As those from dh and h."""
     dots, d, m = draw_dots(2, 1000)
     m *= 100.0
@@ -182,11 +171,11 @@ def test_row_factors_from_dots_at_the_ends_of_the_range(kernel: ModuleType, row_
 
 
 @pytest.mark.sanitize
-def test_small(kernel: ModuleType, row_factors: Formulas) -> None:
+def test_small(kernel: ModuleType) -> None:
     """For compute-sanitizer."""
     for dim in (48, 272):
         dh, h, d, m = draw_rows((1, 2, 70), dim, torch.float16)
-        truth = row_factors_of_parts(row_factors, dh, h, d, m)
+        truth = row_factors_of_parts(dh, h, d, m)
         assert_factors(run_rows(kernel, dh, h, d, m), truth)
     dots, d, m = draw_dots(2, 300)
     truth = row_factors(dots.double().sum(0), d, m, EPS)[1]

@@ -9,8 +9,7 @@ import torch
 from torch.library import opcheck
 
 from tfla_tk import UnsupportedError
-from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import decoding
 
 from .decoding import (
     DEVICE,
@@ -136,7 +135,7 @@ def test_every_tiling_of_a_step(
     decoder: Decoder, lanes: int, inplace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters of one to sixteen CTAs."""
-    monkeypatch.setattr(tk_step, "_lanes", lambda *_: lanes)
+    monkeypatch.setattr(decoding, "_lanes", lambda *_: lanes)
     for dims, state in TILED:
         width = 16 // state.itemsize
         width = width if dims[1] % width == 0 else 1
@@ -151,7 +150,7 @@ def test_every_tiling_of_several_tokens(
     decoder: Decoder, warps: int, inplace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters of one to sixteen CTAs."""
-    monkeypatch.setattr(tk_sequence, "_warps", lambda *_: warps)
+    monkeypatch.setattr(decoding, "_warps", lambda *_: warps)
     for dims, state in TILED:
         eight = state.itemsize == 2 and decoder.tokens == 8 and dims[1] % 8 == 0
         if warps * 8 * (8 if eight else 4) <= 128:

@@ -156,7 +156,7 @@ PYTHON = (
           "tests/cpu/integrations/test_fla_or_tk.py"),
     Fault("offsets on the CPU are not compared", "tfla_tk/calls/linear.py",
           "    check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    state_v_first", "    state_v_first",
-          "tests/cpu/api/test_simple_gla_refusals.py -k 'packing or offsets'"),
+          "tests/cpu/api/test_refusals.py -k 'packing or offsets'"),
     # kernels whose sources run on a CPU in their tests
     Fault("sums of two tokens in one place", "kernels/decode/k_first.cuh",
           "set ^= 1;", "", "tests/cpu/kernels/test_recurrent.py -k 'single_calls and False'"),

@@ -170,8 +170,7 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
     """What runs prepared launches one after the other, from where the tensors of a call begin and the
     stream."""
-    run: Callable[[list[int], int], None] = _extension().launches(prepared)
-    return run
+    return _extension().launches(prepared)
 
 
 def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:

@@ -71,8 +71,7 @@ def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Sup
     load = getattr(family_module(name, kernel), "load", None)
     if load is None:
         return SUPPORTED
-    verdict: Support = load(kernel, call, variant)
-    return verdict
+    return load(kernel, call, variant)
 
 
 def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:

@@ -80,5 +80,4 @@ def get() -> Library:
     kept = vars(getattr(torch.ops, NAMESPACE))
     if "_library" not in kept:
         kept["_library"] = Library()
-    library: Library = kept["_library"]
-    return library
+    return kept["_library"]

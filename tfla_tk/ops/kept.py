@@ -57,8 +57,7 @@ class KeepingOps:
         if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
             return None
         core, _ = self._ops.split(tuple(args))
-        layout: tuple[int, ...] = self._ops.family.kernels().kept_layout(core)
-        return layout
+        return self._ops.family.kernels().kept_layout(core)
 
     def _has_kernels(self, q: Tensor) -> bool:
         # fake tensors of a GPU are also on machines without one

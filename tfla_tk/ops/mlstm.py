@@ -396,8 +396,7 @@ def _record_packed(*args: Any) -> Recorded:
 def _differentiate_packed(
     saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
-    found: Grads = _packed_bwd(*saved, *grads[:3], *options)
-    return found
+    return _packed_bwd(*saved, *grads[:3], *options)
 
 
 _MLSTM = autograd.function("MLSTM", _record, _differentiate)

@@ -41,11 +41,7 @@ class DecodingOps:
         new_state, in_place: these ops.
     """
 
-    def __init__(
-        self, name: str, kernels: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]
-    ) -> None:
-        """Args: kernels: finds what computes both on CUDA; m is None where it is empty."""
-        self._kernels = kernels
+    def __init__(self, name: str) -> None:
         our_library = library.get()
         our_library.define(
             f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, {_OPTIONS}ScalarType dtype_state, "
@@ -104,15 +100,14 @@ class DecodingOps:
         return h, state if written == call.dtype_state else tuple(x.to(call.dtype_state) for x in state)
 
     def _kernel(self, *args: Any) -> Any:
-        return self._kernels()[0](*args)
+        return _kernels()[0](*args)
 
     def _on_cuda(self, *args: Any) -> StepOutput:
         h, c, n, m = self._kernel(*args)
         return h, c, n, c.new_empty(0) if m is None else m
 
     def _in_place_on_cuda(self, *args: Any) -> Tensor:
-        h: Tensor = self._kernels()[1](*args)
-        return h
+        return _kernels()[1](*args)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -233,20 +228,12 @@ def in_place_as_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
-# The ThunderKittens kernels, imported on the first call
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What computes a new state on CUDA, with m None where it is empty, and what overwrites the given one."""
+    from tfla_tk.backends.tk.scalar_gate import decoding
+
+    return decoding.with_new_state, decoding.in_place
 
 
-def _step_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from tfla_tk.backends.tk.scalar_gate import step
-
-    return step.mlstm_step, step.mlstm_step_
-
-
-def _sequence_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from tfla_tk.backends.tk.scalar_gate import sequence
-
-    return sequence.mlstm_sequence, sequence.mlstm_sequence_
-
-
-step = DecodingOps("mlstm_step", _step_kernels)
-sequence = DecodingOps("mlstm_sequence", _sequence_kernels)
+step = DecodingOps("mlstm_step")
+sequence = DecodingOps("mlstm_sequence")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk.backends.tk.scalar_gate.backward
-import tfla_tk.backends.tk.scalar_gate.sequence
+import tfla_tk.backends.tk.scalar_gate.decoding
 from tfla_tk import Support, decode, mlstm
 from tfla_tk.backends.tk import device, scalar_gate
 from tfla_tk.backends.tk import mlstm as tk
@@ -32,39 +32,39 @@ from .simple_gla_calls import Kernels
 Inputs = dict[str, Tensor]
 
 
-@pytest.fixture
-def make_inputs() -> Callable[..., Inputs]:
+def make_inputs(
+    batch: int = 2,
+    heads: int = 3,
+    seq: int = 40,
+    dim_qk: int = 16,
+    dim_v: int = 32,
+    dtype: torch.dtype = torch.float32,
+    states: tuple[str, ...] = (),
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Inputs:
     """Random q, k, v, i, f by name, and on request an initial state, of packed sequences where they are."""
+    rows = batch if sequences is None else sequences
+    g = torch.Generator().manual_seed(seed)
+    shapes = {
+        "q": (batch, heads, seq, dim_qk),
+        "k": (batch, heads, seq, dim_qk),
+        "v": (batch, heads, seq, dim_v),
+        "i": (batch, heads, seq),
+        "f": (batch, heads, seq),
+        "c_initial": (rows, heads, dim_qk, dim_v),
+        "n_initial": (rows, heads, dim_qk),
+        "m_initial": (rows, heads, 1),
+    }
+    wanted = ("q", "k", "v", "i", "f", *states)
+    inputs = {name: torch.randn(shapes[name], generator=g, dtype=torch.float64) for name in wanted}
+    inputs["f"] += 3
+    return {name: t.to(dtype) for name, t in inputs.items()}
 
-    def make(
-        batch: int = 2,
-        heads: int = 3,
-        seq: int = 40,
-        dim_qk: int = 16,
-        dim_v: int = 32,
-        dtype: torch.dtype = torch.float32,
-        states: tuple[str, ...] = (),
-        sequences: int | None = None,
-        seed: int = 0,
-    ) -> Inputs:
-        rows = batch if sequences is None else sequences
-        g = torch.Generator().manual_seed(seed)
-        shapes = {
-            "q": (batch, heads, seq, dim_qk),
-            "k": (batch, heads, seq, dim_qk),
-            "v": (batch, heads, seq, dim_v),
-            "i": (batch, heads, seq),
-            "f": (batch, heads, seq),
-            "c_initial": (rows, heads, dim_qk, dim_v),
-            "n_initial": (rows, heads, dim_qk),
-            "m_initial": (rows, heads, 1),
-        }
-        wanted = ("q", "k", "v", "i", "f", *states)
-        inputs = {name: torch.randn(shapes[name], generator=g, dtype=torch.float64) for name in wanted}
-        inputs["f"] += 3
-        return {name: t.to(dtype) for name, t in inputs.items()}
 
-    return make
+def leaves(x: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with requires_grad, but for those that have no gradient."""
+    return {n: t.detach().clone().requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
 
 
 LEFT = Kept((torch.arange(3.0),), forward.Left(Cut(4, 2), (8, 16)))  # what a forward leaves for its backward
@@ -123,8 +123,7 @@ class FakeTk(ModuleType):
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
     forward: FakeForward
     backward: ModuleType
-    step: ModuleType
-    sequence: ModuleType
+    decoding: ModuleType
     states_left = LEFT
 
     supports_mlstm = chosen_verdict(tk.supports_mlstm)
@@ -145,15 +144,14 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
         if name not in vars(FakeTk):
             setattr(module, name, value)
     module.forward = FakeForward(f"{scalar_gate.__name__}.forward")
-    for name in ("backward", "step", "sequence"):
+    for name in ("backward", "decoding"):
         setattr(module, name, ModuleType(f"{scalar_gate.__name__}.{name}"))
     module.backward.mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
-    for name in ("step", "sequence"):
-        setattr(getattr(module, name), f"mlstm_{name}", mlstm_decode.on_cpu)
-        setattr(getattr(module, name), f"mlstm_{name}_", mlstm_decode.in_place_on_cpu)
+    module.decoding.with_new_state = mlstm_decode.on_cpu  # type: ignore[attr-defined]
+    module.decoding.in_place = mlstm_decode.in_place_on_cpu  # type: ignore[attr-defined]
     for package, name, fake in [
         (tfla_tk.backends.tk, "mlstm", module),
-        *((scalar_gate, name, getattr(module, name)) for name in ("forward", "backward", "step", "sequence")),
+        *((scalar_gate, name, getattr(module, name)) for name in ("forward", "backward", "decoding")),
     ]:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(package, name, fake)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
+from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
 Draw = Callable[..., dict[str, Any]]
@@ -22,6 +24,12 @@ def draw_token(dtype: torch.dtype = torch.float32, **replaced: Any) -> dict[str,
 def draw_tokens(dtype: torch.dtype = torch.float32, seq: int = 5, **replaced: Any) -> dict[str, Any]:
     """The arguments of a few tokens: two heads, dims 16/32."""
     return _draw(((seq, 16), (seq, 16), (seq, 32), (seq,), (seq,), (16, 32), (16,), (1,)), dtype) | replaced
+
+
+def draw_for(function: str) -> dict[str, Any]:
+    """The arguments of a function of one token or a few, by its name."""
+    x = (draw_token if "step" in function else draw_tokens)()
+    return {name: t for name, t in x.items() if name != "m" or "siging" not in function}
 
 
 def _draw(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -41,6 +49,14 @@ class Decode(NamedTuple):
     siging: Callable[..., Any]
     op: Any
     op_in_place: Any
+    check: Callable[..., Any]
+    supports: str
+
+    def on_gpu(self, inputs: dict[str, Tensor], **changes: Any) -> Any:
+        """The call of these arguments, as on a GPU."""
+        options = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6, "dtype_state": None}
+        call = self.check(**inputs, **options)
+        return dataclasses.replace(call, device=torch.device("cuda", 0), **changes)
 
 
 DECODES = {
@@ -50,6 +66,8 @@ DECODES = {
         mlstm_siging_step,
         torch.ops.tfla_tk.mlstm_step.default,
         torch.ops.tfla_tk.mlstm_step_.default,
+        check_mlstm_step,
+        "supports_mlstm_step",
     ),
     "sequence": Decode(
         draw_tokens,
@@ -57,6 +75,8 @@ DECODES = {
         mlstm_siging_sequence,
         torch.ops.tfla_tk.mlstm_sequence.default,
         torch.ops.tfla_tk.mlstm_sequence_.default,
+        check_mlstm_sequence,
+        "supports_mlstm_sequence",
     ),
 }
 

@@ -6,6 +6,7 @@ import builtins
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 # first: it sets what triton reads when it is imported
@@ -84,36 +85,24 @@ def fla_dtype(op: str) -> torch.dtype:
     return torch.float16 if op == "chunk_delta_rule" else torch.float32
 
 
-def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
-    """Output, final state and all gradients under a loss on both."""
-    prepare_fla()
-    tensors, options = fla_inputs(op, seq, dtype)
-    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
-    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = adapters.fla_op(op, **leaves, **options, output_final_state=True)
-    o_ref, state_ref = fla_expected(op, options, **leaves64)
-    (projection(o.float()) + projection(state)).backward()
-    (projection(o_ref) + projection(state_ref)).backward()
-    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
-        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
-    }
+def fla(op: str, public: bool) -> Numbers:
+    """Output, final state and all gradients under a loss on both: of the adapter, or of the public function.
 
-
-def public_fla(op: str) -> Numbers:
-    """The same of the public function on the Triton backend; simple GLA over packed sequences, V first."""
+    Simple GLA by the public function: over packed sequences, V first.
+    """
     prepare_fla()
     tensors, options = fla_inputs(op, 100, fla_dtype(op))
-    expected: dict[str, Any] = {}
-    if op == "chunk_simple_gla":
+    call = partial(getattr(tfla_tk, op), backend="triton") if public else partial(adapters.fla_op, op)
+    packed: dict[str, Any] = {}
+    if public and op == "chunk_simple_gla":
         tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
         offsets = torch.tensor([0, 30, 30, 31, 100])
-        expected = {"cu_seqlens": offsets, "state_v_first": True}
-        options = {"cu_seqlens_cpu": offsets, "scale": DIM_QK**-0.5, **expected}
+        packed = {"cu_seqlens": offsets, "state_v_first": True}
+        call = partial(call, cu_seqlens_cpu=offsets, scale=DIM_QK**-0.5)
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = getattr(tfla_tk, op)(**leaves, **options, output_final_state=True, backend="triton")
-    layer = options if op == "chunk_lightning_attn" else {}
-    o_ref, state_ref = fla_expected(op, layer, **leaves64, **expected)
+    o, state = call(**leaves, **options, **packed, output_final_state=True)
+    o_ref, state_ref = fla_expected(op, options, **leaves64, **packed)
     (projection(o.float()) + projection(state)).backward()
     (projection(o_ref) + projection(state_ref)).backward()
     return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
@@ -162,10 +151,10 @@ def steps(op: str) -> Numbers:
 CASES: dict[str, Callable[[], Numbers]] = {"raw/chunk_gated_delta_rule": raw_gated_delta_rule}
 for op in adapters.FLA_OPS:
     if op.startswith("chunk_"):
-        CASES[f"fla/{op}"] = lambda op=op: fla(op, 100, fla_dtype(op))
-        CASES[f"public/{op}"] = lambda op=op: public_fla(op)
+        CASES[f"fla/{op}"] = partial(fla, op, public=False)
+        CASES[f"public/{op}"] = partial(fla, op, public=True)
     else:
-        CASES[f"steps/{op}"] = lambda op=op: steps(op)
+        CASES[f"steps/{op}"] = partial(steps, op)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class Kernels(ModuleType):
         self.calls: list[str] = []
         self.core: Any = None
         self.needs_gates: list[bool] = []
+        self.batch_invariant: list[bool] = []
 
     def read(self) -> tuple[Tensor, ...]:
         """q, k, v and the initial state of the last call; gates of channels are as long as keys."""
@@ -62,6 +63,7 @@ class Kernels(ModuleType):
     ) -> tuple[Tensor, Tensor | None, Kept | None]:
         self.calls.append("forward, kept" if keep else "forward")
         self.core = core
+        self.batch_invariant.append(core.batch_invariant)
         o, last = self.ops._fwd_cpu(*core, output_final_state)
         kept = Kept((self.left.clone(), None), LAYOUT) if keep else None
         return o, last if output_final_state else None, kept
@@ -80,6 +82,7 @@ class Kernels(ModuleType):
             assert kept.layout == LAYOUT
         self.calls.append("backward" if kept is None else "backward, kept")
         self.needs_gates.append(needs_gates)
+        self.batch_invariant.append(core.batch_invariant)
         count = self.ops._count
         found = self.ops._bwd_cpu(*core[:count], do, dht, *core[count:], needs_gates)
         return tuple(None if x.numel() == 0 else x for x in found)

@@ -108,11 +108,6 @@ def assert_autocast(function: Callable[..., Any], x: Inputs) -> None:
     assert torch.equal(o, expected) and torch.equal(last, expected_last)
 
 
-def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
-    """A bad value for an argument, made of good inputs, with the error and message that it must raise."""
-    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
-
-
 def assert_refused(
     function: Callable[..., Any], arguments: Inputs, error: type[Exception], message: str
 ) -> None:

@@ -66,6 +66,7 @@ class Kernels(linear.Kernels):
             assert torch.equal(kept.tensors[0], self.left) and kept.layout == LAYOUT
         self.calls.append("backward" if kept is None else "backward, kept")
         self.needs_gates.append(needs_gates)
+        self.batch_invariant.append(core.batch_invariant)
         found = self.ops._bwd_cpu(*core[:6], final_state, do, dht, *core[6:], needs_gates)
         return tuple(None if x.numel() == 0 else x for x in found)
 

@@ -14,22 +14,17 @@ import tfla_tk
 from tfla_tk import (
     UnsupportedError,
     batch_invariant,
-    chunk_gated_delta_rule,
-    chunk_gla,
     chunk_simple_gla,
     is_batch_invariant,
     mlstm_chunkwise,
     mlstm_step,
-    simple_gla,
 )
 from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
 from tfla_tk.core import dispatch, memo
 from tfla_tk.core.support import Support
 
-from .linear import leaves
+from .conftest import make_inputs
 from .simple_gla_calls import Kernels, draw
-
-Make = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +79,7 @@ def describe(x: dict[str, Tensor]) -> MLSTMCall:
 
 
 def test_triton_is_refused_by_name_and_left_out_by_auto(
-    make_inputs: Make, fake_tk: Any, monkeypatch: pytest.MonkeyPatch
+    fake_tk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tfla_tk.backends.triton import mlstm_kernels
 
@@ -104,9 +99,7 @@ def test_triton_is_refused_by_name_and_left_out_by_auto(
 
 @pytest.mark.parametrize("eager", [True, False], ids=["kernels", "ops"])
 @pytest.mark.parametrize("on", [False, True])
-def test_mlstm(
-    on: bool, eager: bool, make_inputs: Make, fake_tk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlstm(on: bool, eager: bool, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the second of two equal calls, whose plan is kept."""
     from tfla_tk.ops import mlstm as ops
 
@@ -136,74 +129,15 @@ def test_mlstm(
         assert dict(seen) == {"fwd": value, "bwd": value}
 
 
-def test_simple_gla(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
-    forward, backward = kernels.forward, kernels.backward
-
-    def fwd(core: Any, **options: Any) -> Any:
-        seen.append(("fwd", core.batch_invariant))
-        return forward(core, **options)
-
-    def bwd(core: Any, *args: Any, **options: Any) -> Any:
-        seen.append(("bwd", core.batch_invariant))
-        return backward(core, *args, **options)
-
-    monkeypatch.setattr(kernels, "forward", fwd)
-    monkeypatch.setattr(kernels, "backward", bwd)
-    for value in (True, False, True):
-        with batch_invariant(value):
-            o, _ = chunk_simple_gla(**leaves(draw()))
-        with batch_invariant(not value):
-            o.sum().backward()
-    assert seen == [(name, value) for value in (True, False, True) for name in ("fwd", "bwd")]
-    assert len(simple_gla._path.plans) == 2
-
-
-def test_the_delta_rule() -> None:
-    from tfla_tk.ops import delta_rule as ops
-
-    from .delta_rule import draw
-
-    call = chunk_gated_delta_rule.__name__
-    for value in (True, False):
-        with batch_invariant(value):
-            _, found = dispatch.OPERATORS[call].describe(**arguments_of(chunk_gated_delta_rule, draw()))
-        tensors = [draw().get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-        core = ops.ops._read(found, [*tensors, None, None, None])
-        assert core.batch_invariant is value
-
-
-def test_gla(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfla_tk.ops import gla as ops
-
-    from .test_gla import draw
-
-    for value in (True, False):
-        x = draw()
-        with batch_invariant(value):
-            _, found = dispatch.OPERATORS[chunk_gla.__name__].describe(**arguments_of(chunk_gla, x))
-        tensors = [x.get(name) for name in ("q", "k", "v", "g")]
-        core = ops._core(found, [*tensors, None, None, None])
-        assert core.batch_invariant is value
-
-
-def arguments_of(function: Callable[..., Any], x: dict[str, Any]) -> dict[str, Any]:
-    import inspect
-
-    bound = inspect.signature(function).bind(**x)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
 def test_a_step(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    kernel = fake_tk.step.mlstm_step
+    kernel = fake_tk.decoding.with_new_state
 
     def step(*args: Any) -> Any:
         seen.append(args[-1])
         return kernel(*args)
 
-    monkeypatch.setattr(fake_tk.step, "mlstm_step", step)
+    monkeypatch.setattr(fake_tk.decoding, "with_new_state", step)
     fake_tk.verdict = Support(True)
     q, gate = torch.ones(2, 3, 16), torch.ones(2, 3, 1)
     for value in (True, False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,30 +18,22 @@ CLOSED = [0, 3, 4]
 CASES = ["closed", "empty", "last_closed"]
 
 
-@pytest.fixture
-def draw() -> Callable[..., tuple[Tensors, Tensors]]:
+def draw(case: str, least: float) -> tuple[Tensors, Tensors]:
     """Tokens and a state in fp64; closed gates and an m of -inf have the value `least`."""
+    generator = torch.Generator().manual_seed(0)
 
-    def draw(case: str, least: float) -> tuple[Tensors, Tensors]:
-        generator = torch.Generator().manual_seed(0)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
-
-        tokens = {name: normal(SEQ, dim) for name, dim in (("q", 16), ("k", 16), ("v", 32))}
-        tokens["i"], tokens["f"] = normal(SEQ), normal(SEQ) + 3
-        state = {"c": normal(16, 32), "n": normal(16), "m": normal(1)}
-        closed = [*CLOSED, SEQ - 1] if case == "last_closed" else CLOSED
-        tokens["i"][..., closed], tokens["f"][..., closed] = least, least
-        if case == "empty":
-            state["m"][:] = least
-            tokens["i"][..., 1] = least
-        return tokens, state
-
-    return draw
-
-
-Draw = Callable[..., tuple[Tensors, Tensors]]
+    tokens = {name: normal(SEQ, dim) for name, dim in (("q", 16), ("k", 16), ("v", 32))}
+    tokens["i"], tokens["f"] = normal(SEQ), normal(SEQ) + 3
+    state = {"c": normal(16, 32), "n": normal(16), "m": normal(1)}
+    closed = [*CLOSED, SEQ - 1] if case == "last_closed" else CLOSED
+    tokens["i"][..., closed], tokens["f"][..., closed] = least, least
+    if case == "empty":
+        state["m"][:] = least
+        tokens["i"][..., 1] = least
+    return tokens, state
 
 
 def memory(c: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +53,7 @@ def step_by_step(tokens: Tensors, state: Tensors, **options: object) -> tuple[Te
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", ["reference", *(f"reference:{x}" for x in ("recurrent", "parallel"))])
-def test_all_functions_compute_what_gates_of_minus_1e5_do(case: str, variant: str, draw: Draw) -> None:
+def test_all_functions_compute_what_gates_of_minus_1e5_do(case: str, variant: str) -> None:
     tokens, state = draw(case, -1e5)
     initial = {f"{name}_initial": x for name, x in state.items()}
     expected, last = mlstm_chunkwise(**tokens, **initial, return_last_states=True, backend=variant)
@@ -79,7 +70,7 @@ def test_all_functions_compute_what_gates_of_minus_1e5_do(case: str, variant: st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_op_and_its_gradients(case: str, draw: Draw) -> None:
+def test_the_op_and_its_gradients(case: str) -> None:
     """tfla_tk::mlstm_fwd and its explicit backward equal autograd of the reference."""
     tokens, state = draw(case, -math.inf)
     leaves = [x.requires_grad_() for x in (*tokens.values(), state["c"], state["n"])]
@@ -102,7 +93,7 @@ def test_the_op_and_its_gradients(case: str, draw: Draw) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("least", [-math.inf, -2e5, -1e5, -9e4, -4e4])
-def test_states_of_any_dtype_forget(least: float, kept: torch.dtype, inplace: bool, draw: Draw) -> None:
+def test_states_of_any_dtype_forget(least: float, kept: torch.dtype, inplace: bool) -> None:
     """What 16 bits hold of an m far below 0 neither overflows nor leaves anything behind."""
     tokens, state = draw("last_closed", least)
     expected, _ = mlstm_sequence(**tokens, **state)

@@ -15,9 +15,9 @@ from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm as ops
 
+from .conftest import leaves, make_inputs
 from .served import Operators
 
-Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
 
@@ -63,11 +63,6 @@ def calls(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(fake_tk, monkeypatch)
 
 
-def leaves(x: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with requires_grad, but for those that have no gradient."""
-    return {n: t.detach().clone().requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
-
-
 def gradients(x: dict[str, Any], *outputs: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
     """Of a sum of the outputs' squares."""
     wanted = [t for t in x.values() if t.requires_grad]
@@ -87,7 +82,6 @@ def test_both_paths_agree(
     states: bool,
     last: bool,
     calls: Calls,
-    make_inputs: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs, gradients, and what the backward is given, None in place of empty tensors."""
@@ -98,15 +92,17 @@ def test_both_paths_agree(
 
     def train() -> list[Any]:
         inputs = leaves(x)
+        plain = FUNCTIONS[gate](**x, **options, return_last_states=last)
         out = FUNCTIONS[gate](**inputs, **options, return_last_states=last)
         outputs = [out[0], *out[1]] if last else [out]
+        assert all(map(torch.equal, outputs, [plain[0], *plain[1]] if last else [plain]))
         differentiable = [t for t in outputs if t.requires_grad]
         assert len(differentiable) == (3 if last else 1)
         found = [*outputs, *gradients(inputs, *differentiable), *calls.last]
         return [None if isinstance(t, Tensor) and t.numel() == 0 else t for t in found]
 
     direct = train()
-    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], set())
+    assert (calls.kernels, calls.ops) == (["fwd", "fwd", "bwd"], set())
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
@@ -116,7 +112,7 @@ def test_both_paths_agree(
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-def test_only_the_gradients_that_are_asked_for(calls: Calls, make_inputs: Make) -> None:
+def test_only_the_gradients_that_are_asked_for(calls: Calls) -> None:
     """Of the last state alone, and where one input requires one; m is a constant."""
     x = make_inputs(states=STATES)
     x["k"].requires_grad_()
@@ -131,7 +127,7 @@ def test_only_the_gradients_that_are_asked_for(calls: Calls, make_inputs: Make) 
     torch.testing.assert_close(x["k"].grad, again["k"].grad)
 
 
-def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls, make_inputs: Make) -> None:
+def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls) -> None:
     """It records, as the op does, though nothing gets a gradient."""
     x = make_inputs(states=STATES)
     leaf = x["m_initial"].clone().requires_grad_()
@@ -140,7 +136,7 @@ def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls, make_inputs: Mak
     assert torch.autograd.grad(h.sum(), leaf, allow_unused=True) == (None,)
 
 
-def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls) -> None:
     """A cache that is updated in place."""
     x = make_inputs(states=STATES)
     inputs = leaves({n: t for n, t in x.items() if n not in STATES})
@@ -154,7 +150,7 @@ def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls, make_in
     assert calls.ops == set()
 
 
-def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+def test_an_input_must_not_be_changed_after_the_forward(calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x | {"v": (v := x["v"] * 1)})
     v.zero_()
@@ -166,7 +162,7 @@ def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_input
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_backward_that_is_watched(last: bool, calls: Calls, make_inputs: Make) -> None:
+def test_a_backward_that_is_watched(last: bool, calls: Calls) -> None:
     x = leaves(make_inputs())
     out = mlstm_chunkwise(**x, return_last_states=last)
     outputs = (out[0], *out[1][:2]) if last else (out,)
@@ -179,9 +175,7 @@ def test_a_backward_that_is_watched(last: bool, calls: Calls, make_inputs: Make)
 
 
 @pytest.mark.parametrize("watched", ["both", "backward"])
-def test_a_profile_shows_the_kernels_that_run_without_it(
-    watched: str, calls: Calls, make_inputs: Make
-) -> None:
+def test_a_profile_shows_the_kernels_that_run_without_it(watched: str, calls: Calls) -> None:
     """Those of plain calls, the states of the forward included, under the names of the ops."""
     x = leaves(make_inputs())
     expected = gradients(x, mlstm_chunkwise(**x))
@@ -208,9 +202,7 @@ def zeros(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [torch._neg_view, zeros, lambda x: x.as_subclass(Wrapper)])
-def test_gradients_that_are_no_plain_tensors(
-    change: Callable[[Tensor], Tensor], calls: Calls, make_inputs: Make
-) -> None:
+def test_gradients_that_are_no_plain_tensors(change: Callable[[Tensor], Tensor], calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     dh = change(torch.randn_like(h))
@@ -222,7 +214,7 @@ def test_gradients_that_are_no_plain_tensors(
         assert torch.equal(a.as_subclass(Tensor), b)
 
 
-def test_a_batch_of_gradients(calls: Calls, make_inputs: Make) -> None:
+def test_a_batch_of_gradients(calls: Calls) -> None:
     """By the dispatcher, one after the other."""
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
@@ -235,7 +227,7 @@ def test_a_batch_of_gradients(calls: Calls, make_inputs: Make) -> None:
         assert torch.equal(batch, torch.stack(expected))
 
 
-def test_double_backward_is_refused(calls: Calls, make_inputs: Make) -> None:
+def test_double_backward_is_refused(calls: Calls) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     (dq,) = torch.autograd.grad(h.square().sum(), x["q"], create_graph=True)
@@ -245,7 +237,7 @@ def test_double_backward_is_refused(calls: Calls, make_inputs: Make) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "subclass"])
-def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) -> None:
+def test_hooks_on_what_is_saved(plain: bool, calls: Calls) -> None:
     x = leaves(make_inputs(states=STATES))
     expected = gradients(x, mlstm_chunkwise(**x))
     calls.clear()
@@ -269,7 +261,7 @@ def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) ->
         assert torch.equal(a.as_subclass(Tensor), b)
 
 
-def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, make_inputs: Make) -> None:
+def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any) -> None:
     x = leaves(make_inputs())
     h = mlstm_chunkwise(**x)
     assert calls.more == (True,)
@@ -282,7 +274,7 @@ def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, 
 @pytest.mark.parametrize("watched", ["forward", "backward"])
 @pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
 def test_activation_checkpointing_that_is_watched_in_part(
-    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls, make_inputs: Make
+    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls
 ) -> None:
     """The call and its recomputation save alike, whether they are plain or not."""
     x = leaves(make_inputs())
@@ -298,7 +290,7 @@ def test_activation_checkpointing_that_is_watched_in_part(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, calls: Calls, make_inputs: Make) -> None:
+def test_activation_checkpointing(reentrant: bool, calls: Calls) -> None:
     x = leaves(make_inputs())
     expected = gradients(x, mlstm_chunkwise(**x))
     calls.clear()
@@ -308,7 +300,7 @@ def test_activation_checkpointing(reentrant: bool, calls: Calls, make_inputs: Ma
     assert all(torch.equal(t.grad, g) for t, g in zip(x.values(), expected, strict=True))
 
 
-def test_compiled_autograd(calls: Calls, make_inputs: Make) -> None:
+def test_compiled_autograd(calls: Calls) -> None:
     """The op is in the graph."""
     graphs = []
 

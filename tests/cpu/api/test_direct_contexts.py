@@ -13,33 +13,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tfla_tk import mlstm, mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.core import memo
+from tfla_tk import mlstm, mlstm_chunkwise
 
+from .conftest import make_inputs
 from .served import Functions, Operators, Served
 
-Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
-
-
-def test_both_paths_agree(served: Served, make_inputs: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_inputs(1, sequences=3, dtype=torch.bfloat16, states=STATES)
-    x |= {"f": x["f"].double(), "cu_seqlens": torch.tensor([0, 5, 5, 40])}
-    for function in (mlstm_chunkwise, mlstm_siging_chunkwise):
-        h, last = function(**x, return_last_states=True)
-        assert served.direct and not served.dispatched
-        with monkeypatch.context() as patch:
-            patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
-            h_op, last_op = function(**x, return_last_states=True)
-        assert served.direct == served.dispatched
-        assert all(torch.equal(a, b) for a, b in zip((h, *last), (h_op, *last_op), strict=True))
-        served.direct = served.dispatched = 0
 
 
 @pytest.mark.parametrize(
     "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
-def test_direct_in_plain_contexts(context: Callable[[], Any], served: Served, make_inputs: Make) -> None:
+def test_direct_in_plain_contexts(context: Callable[[], Any], served: Served) -> None:
     x = make_inputs()
     with context():
         mlstm_chunkwise(**x)
@@ -47,14 +32,14 @@ def test_direct_in_plain_contexts(context: Callable[[], Any], served: Served, ma
     assert (served.direct, served.dispatched, served.checked) == (2, 0, 1)
 
 
-def test_parameters_are_plain(served: Served, make_inputs: Make) -> None:
+def test_parameters_are_plain(served: Served) -> None:
     x = {n: torch.nn.Parameter(t) for n, t in make_inputs().items()}
     with torch.no_grad():
         mlstm_chunkwise(**x)
     assert (served.direct, served.dispatched) == (1, 0)
 
 
-def test_gradients_are_recorded_around_the_kernels(served: Served, make_inputs: Make) -> None:
+def test_gradients_are_recorded_around_the_kernels(served: Served) -> None:
     """Another plan than that without them; test_direct.py has the backward."""
     x = make_inputs()
     mlstm_chunkwise(**x)
@@ -67,7 +52,7 @@ def test_gradients_are_recorded_around_the_kernels(served: Served, make_inputs: 
 
 @pytest.mark.parametrize("mode", [Functions, Operators])
 @pytest.mark.parametrize("before", [False, True])
-def test_modes_see_the_op(mode: Any, before: bool, served: Served, make_inputs: Make) -> None:
+def test_modes_see_the_op(mode: Any, before: bool, served: Served) -> None:
     """Whether or not the call is remembered already."""
     x = make_inputs()
     if before:
@@ -89,7 +74,7 @@ class Wrapper(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_subclasses_go_through_the_op(served: Served, make_inputs: Make) -> None:
+def test_subclasses_go_through_the_op(served: Served) -> None:
     x = make_inputs()
     mlstm_chunkwise(**x)
     h = mlstm_chunkwise(**x | {"q": x["q"].as_subclass(Wrapper)})
@@ -97,7 +82,7 @@ def test_subclasses_go_through_the_op(served: Served, make_inputs: Make) -> None
     assert (served.direct, served.dispatched) == (1, 1)
 
 
-def test_a_negation_to_come_is_done_by_the_dispatcher(served: Served, make_inputs: Make) -> None:
+def test_a_negation_to_come_is_done_by_the_dispatcher(served: Served) -> None:
     x = make_inputs()
     mlstm_chunkwise(**x)
     h = mlstm_chunkwise(**x | {"v": torch._neg_view(x["v"])})
@@ -105,7 +90,7 @@ def test_a_negation_to_come_is_done_by_the_dispatcher(served: Served, make_input
     torch.testing.assert_close(h, -mlstm_chunkwise(**x))
 
 
-def test_profiles_name_the_op(served: Served, make_inputs: Make) -> None:
+def test_profiles_name_the_op(served: Served) -> None:
     x = make_inputs()
     mlstm_chunkwise(**x)
     with torch.profiler.profile() as profile:
@@ -115,7 +100,7 @@ def test_profiles_name_the_op(served: Served, make_inputs: Make) -> None:
     assert (served.direct, served.dispatched) == (3, 0)
 
 
-def test_fake_tensors_and_make_fx(served: Served, make_inputs: Make) -> None:
+def test_fake_tensors_and_make_fx(served: Served) -> None:
     x = make_inputs()
     mlstm_chunkwise(**x)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -129,7 +114,7 @@ def test_fake_tensors_and_make_fx(served: Served, make_inputs: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_functorch_and_jit_tracing(served: Served, make_inputs: Make) -> None:
+def test_functorch_and_jit_tracing(served: Served) -> None:
     x = make_inputs()
     mlstm_chunkwise(**x)
     seen: list[Tensor] = []
@@ -146,7 +131,7 @@ def test_functorch_and_jit_tracing(served: Served, make_inputs: Make) -> None:
     assert served.direct == 1
 
 
-def test_compiled_calls_leave_the_memo_alone(served: Served, make_inputs: Make) -> None:
+def test_compiled_calls_leave_the_memo_alone(served: Served) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda **x: mlstm_chunkwise(**x), fullgraph=True, backend="aot_eager")
     x = make_inputs()
@@ -172,14 +157,14 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def test_default_device_is_a_mode_like_any_other(served: Served, make_inputs: Make) -> None:
+def test_default_device_is_a_mode_like_any_other(served: Served) -> None:
     for context in (default_device, nullcontext):
         with context():
             mlstm_chunkwise(**make_inputs())
     assert (served.direct, served.dispatched) == (1, 1)
 
 
-def test_eager_calls_do_not_make_torch_compile_anew(make_inputs: Make) -> None:
+def test_eager_calls_do_not_make_torch_compile_anew() -> None:
     """What is remembered of them is nothing that a compiled call depends on."""
     import torch._dynamo.testing
 

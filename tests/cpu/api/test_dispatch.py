@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import dispatch
 
-Make = Callable[..., dict[str, Any]]
+from .conftest import make_inputs
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def gpu_call(**changes: Any) -> MLSTMCall:
     return MLSTMCall(**fields | changes)
 
 
-def test_auto_on_cpu_is_the_reference(make_inputs: Make) -> None:
+def test_auto_on_cpu_is_the_reference() -> None:
     choice = which("mlstm_chunkwise", **make_inputs())
     assert choice.backend == "reference"
     assert list(choice.reasons) == ["tk", "triton", "reference"]
@@ -62,32 +61,32 @@ def test_auto_on_cpu_is_the_reference(make_inputs: Make) -> None:
     assert choice.reasons["reference"].ok
 
 
-def test_which_reads_as_a_table(make_inputs: Make) -> None:
+def test_which_reads_as_a_table() -> None:
     lines = str(which(mlstm_chunkwise, **make_inputs())).splitlines()
     assert lines[0] == "reference"
     assert lines[1] == "  tk         no: no GPU of compute capability 9.0 (run on a Hopper GPU)"
     assert lines[3] == "  reference  yes"
 
 
-def test_which_takes_positional_arguments_and_variants(make_inputs: Make) -> None:
+def test_which_takes_positional_arguments_and_variants() -> None:
     inputs = make_inputs()
     choice = which("mlstm_siging_chunkwise", *inputs.values(), backend="reference:parallel")
     assert choice.backend == "reference:parallel" and choice.reasons["reference:parallel"].ok
 
 
-def test_which_rejects_unknown_operators(make_inputs: Make) -> None:
+def test_which_rejects_unknown_operators() -> None:
     with pytest.raises(ValueError, match=r"op: expected one of .*mlstm_chunkwise, .*, got 'softmax'"):
         which("softmax", **make_inputs())
     with pytest.raises(ValueError, match="op: expected one of"):
         which(torch.softmax, **make_inputs())
 
 
-def test_auto_takes_tk_first(make_inputs: Make, fake_tk: Any) -> None:
+def test_auto_takes_tk_first(fake_tk: Any) -> None:
     fake_tk.verdict = Support(True)
     assert which("mlstm_chunkwise", **make_inputs()).backend == "tk"
 
 
-def test_auto_skips_results_that_are_not_exact(make_inputs: Make, fake_tk: Any) -> None:
+def test_auto_skips_results_that_are_not_exact(fake_tk: Any) -> None:
     fake_tk.verdict = Support(True, "its gradient is rounded", auto=False)
     inputs = make_inputs()
     choice = which("mlstm_chunkwise", **inputs)
@@ -97,7 +96,7 @@ def test_auto_skips_results_that_are_not_exact(make_inputs: Make, fake_tk: Any) 
 
 
 @pytest.mark.parametrize("backend", ["tk", "triton", "triton:limit_chunk_64"])
-def test_named_backend_that_cannot_serve_raises(backend: str, make_inputs: Make) -> None:
+def test_named_backend_that_cannot_serve_raises(backend: str) -> None:
     with pytest.raises(UnsupportedError, match=f"mlstm_chunkwise on backend '{backend}'") as caught:
         mlstm_chunkwise(**make_inputs(), backend=backend)
     assert caught.value.reason and caught.value.remedy
@@ -121,9 +120,7 @@ def test_unsupported_error_is_public_and_a_runtime_error() -> None:
         ("no ThunderKittens", "set THUNDERKITTENS_ROOT"),
     ],
 )
-def test_reasons_of_the_machine_reach_the_user(
-    reason: str, remedy: str, make_inputs: Make, fake_tk: Any
-) -> None:
+def test_reasons_of_the_machine_reach_the_user(reason: str, remedy: str, fake_tk: Any) -> None:
     fake_tk.verdict = Support(False, reason, remedy)
     with pytest.raises(UnsupportedError) as caught:
         mlstm_chunkwise(**make_inputs(), backend="tk")
@@ -131,7 +128,7 @@ def test_reasons_of_the_machine_reach_the_user(
     assert mlstm_chunkwise(**make_inputs()).shape == make_inputs()["v"].shape
 
 
-def test_which_names_the_function_whose_arguments_are_wrong(make_inputs: Make) -> None:
+def test_which_names_the_function_whose_arguments_are_wrong() -> None:
     x = make_inputs()
     with pytest.raises(TypeError, match="mlstm_chunkwise: missing a required argument: 'k'"):
         which("mlstm_chunkwise", x["q"])
@@ -139,7 +136,7 @@ def test_which_names_the_function_whose_arguments_are_wrong(make_inputs: Make) -
         which("mlstm_chunkwise", **x, nix=1)
 
 
-def test_which_takes_packed_sequences(make_inputs: Make, fake_tk: Any) -> None:
+def test_which_takes_packed_sequences(fake_tk: Any) -> None:
     arguments = make_inputs(1) | {"cu_seqlens": torch.tensor([0, 40])}
     choice = which("mlstm_chunkwise", **arguments)
     assert choice.backend == "reference"
@@ -343,6 +340,7 @@ import tfla_tk
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.triton import fla, mlstm_kernels as triton
 from tfla_tk.build.toolchain import pip_toolkits
+
 x = [torch.ones(1, 1, 16, 16) for _ in range(3)] + [torch.ones(1, 1, 16) for _ in range(2)]
 assert tfla_tk.mlstm_chunkwise(*x).shape == x[2].shape
 print(tfla_tk.which("mlstm_chunkwise", *x))
@@ -410,7 +408,7 @@ def test_triton_variants() -> None:
         variants.variants("softmax")
 
 
-def test_fla_refuses_as_a_backend_does(make_inputs: Make) -> None:
+def test_fla_refuses_as_a_backend_does() -> None:
     inputs = make_inputs()
     with pytest.raises(UnsupportedError, match="chunk_gla on backend 'triton'"):
         fla.fla_op("chunk_gla", inputs["q"], inputs["k"], inputs["v"], inputs["q"])

@@ -14,7 +14,7 @@ import tfla_tk
 from tfla_tk import Support
 from tfla_tk.bench.shapes import Shape, cost
 
-Make = Callable[..., dict[str, Tensor]]
+from .conftest import make_inputs
 
 SHAPE = Shape(2, 40, 3, 16, 32)
 FORWARD, BOTH = (cost("mlstm_exp", SHAPE, which).flops for which in ("fwd", "fwdbwd"))
@@ -38,7 +38,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
         ("mlstm_chunkwise", "inductor"),
     ],
 )
-def test_training(function: str, compiler: str | None, make_inputs: Make, fake_tk: Any) -> None:
+def test_training(function: str, compiler: str | None, fake_tk: Any) -> None:
     """What the benchmarks count, after calls that were not counted as well."""
     fake_tk.verdict = Support(True)
     torch._dynamo.reset()

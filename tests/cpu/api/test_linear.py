@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import tfla_tk
 from tfla_tk import UnsupportedError, doctor, which
+from tfla_tk.backends.triton import fla
 
 from .families import FAMILIES, GATED, GLA, INTRA, RAW, SIMPLE_GLA, STATE, UNGATED, Family
 from .linear import Inputs, assert_same, gradients, leaves
@@ -22,6 +26,8 @@ from .linear_checks import (
     assert_packs_sequences,
     assert_pads_head_dims,
     assert_profiles_show_what_runs,
+    parameters_by_place,
+    parameters_of_fla,
 )
 
 OFFSETS = torch.tensor([0, 5, 5, 40])
@@ -108,6 +114,27 @@ def test_unknown_variants(family: Family) -> None:
             family.function(**family.draw(), backend=backend)
 
 
+def test_signatures_are_those_of_fla() -> None:
+    """Every argument of fla's function, in its order; ours behind, by keyword."""
+    pytest.importorskip("fla")
+    for name, module in fla.FLA_OPS.items():
+        if name.startswith("chunk_"):
+            expected = parameters_of_fla(getattr(importlib.import_module(module), name))
+            if name == "chunk_lightning_attn":
+                # may be left out beside g_gamma
+                expected = [(n, None if n in ("layer_idx", "num_layers") else d) for n, d in expected]
+            assert parameters_by_place(getattr(tfla_tk, name)) == expected, name
+
+
+@pytest.mark.parametrize("decay", [-1e3, -math.inf, 0.0])
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_gates_that_close(family: Family, decay: float) -> None:
+    """One channel of GLA, else a head."""
+    x = family.draw()
+    x["g"][:, ::3, ..., 1] = decay
+    assert_same(gradients(family.function, x), gradients(family.recurrent, x))
+
+
 # The path of the kernels
 
 
@@ -180,6 +207,19 @@ def test_gates_that_need_no_gradient_get_none(family: Family, kernels: Any) -> N
     assert kernels.needs_gates == [False, True] and g.grad is not None
 
 
+@of_families(SIMPLE_GLA, GLA, GATED)
+def test_a_call_is_batch_invariant_as_it_began(family: Family, kernels: Any) -> None:
+    """Whatever is set when its backward runs; a plan for each."""
+    for value in (True, False, True):
+        with tfla_tk.batch_invariant(value):
+            o, _ = family.function(**leaves(family.draw()))
+        with tfla_tk.batch_invariant(not value):
+            o.sum().backward()
+    tfla_tk.batch_invariant(False)
+    assert kernels.batch_invariant == [True, True, False, False, True, True]
+    assert len(family.path.plans) == 2
+
+
 @of_families(GLA, GATED, RAW)
 def test_a_final_state_that_is_overwritten(family: Family, kernels: Any) -> None:
     assert_final_state_may_change(family.function, family.draw())
@@ -249,6 +289,36 @@ def test_doctor_tells(family: Family, kernels: Any) -> None:
 # The registered ops
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@of_families(SIMPLE_GLA, GLA, GATED, RAW, UNGATED)
+def test_opcheck(family: Family, packed: bool, with_state: bool, last: bool) -> None:
+    x = leaves(family.draw(batch=1 if packed else 2, seq=20, rows=3 if packed else None, dtype=torch.float32))
+    given = x | {"cu_seqlens": torch.tensor([0, 5, 5, 20]) if packed else None, "output_final_state": last}
+    given |= {"scale": 0.25, "form": "chunkwise", "chunk_size": 16, "needs_gates": family is not UNGATED}
+    given |= dict.fromkeys(("qk_l2norm", "beta_sigmoid"), family is RAW)
+    if not with_state:
+        del given["initial_state"]
+
+    def check(name: str) -> Any:
+        registered = getattr(torch.ops.tfla_tk, name)
+        arguments = [
+            given.get(argument.name, False if str(argument.type) == "bool" else None)
+            for argument in registered.default._schema.arguments
+        ]
+        torch.library.opcheck(registered, arguments)
+        return registered(*arguments)
+
+    o, state = check(f"{family.op}_fwd")
+    check(f"packed_{family.op}")
+    given = {name: t.detach() if isinstance(t, Tensor) else t for name, t in given.items()}
+    given |= {"do": torch.randn_like(o), "dht": torch.randn_like(state) if last else None}
+    given["final_state"] = state.detach() if last else None
+    check(f"{family.op}_bwd")
+    check(f"packed_{family.op}_bwd")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "tk"])
@@ -306,15 +376,16 @@ def test_fake_and_meta_tensors(family: Family) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(SIMPLE_GLA, GLA, GATED, RAW)
 def test_vmap(family: Family, kernels: Any, packed: bool) -> None:
-    """One call over a batch of calls: results and gradients of each."""
+    """One call over a batch of calls: results and gradients of each, of parameters per head, too."""
     x = family.draw(batch=1, seq=20, rows=2 if packed else 1)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
     options["output_final_state"] = True
-    names = ("q", "g", "initial_state")
+    gate = "A_log" if family is RAW else "g"
+    names = ("q", gate, "initial_state")
     q, state = torch.stack([x["q"], 2 * x["q"], -x["q"]]), x["initial_state"]
-    gates = torch.stack([x["g"], 2 * x["g"], 3 * x["g"]], dim=1)
+    gates = torch.stack([x[gate], 2 * x[gate], 3 * x[gate]], dim=1)
 
     def run(*tensors: Tensor) -> Tensor:
         o, last = family.function(**x | dict(zip(names, tensors, strict=True)), **options)

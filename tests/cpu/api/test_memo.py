@@ -17,13 +17,13 @@ import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise
 from tfla_tk.core import memo
 
+from .conftest import make_inputs
 from .served import Functions, Operators, Served
 
-Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
 
 
-def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> None:
+def test_an_equal_call_is_checked_once(served: Served) -> None:
     expected = mlstm_chunkwise(**make_inputs(), backend="reference")
     for _ in range(3):
         # other tensors, other memory
@@ -55,35 +55,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "return_last_states": lambda x: x | {"return_last_states": True},
     "eps": lambda x: x | {"eps": 1e-5},
     "chunk_size": lambda x: x | {"chunk_size": 32},
-    "recompute_states_in_bw": lambda x: x | {"recompute_states_in_bw": False},
-    "autocast_kernel_dtype": lambda x: x | {"autocast_kernel_dtype": torch.float16},
     "backend": lambda x: x | {"backend": "tk"},
     "variant": lambda x: x | {"backend": "reference:recurrent"},
 }
-
-
-def key_of(x: dict[str, Any], sigmoid_gate: bool = False, strided: bool = False) -> Any:
-    defaults = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "recompute_states_in_bw": True}
-    defaults |= {"autocast_kernel_dtype": None, "backend": "auto"}
-    options = (sigmoid_gate, True, *(x.get(name, default) for name, default in defaults.items()))
-    return memo.signature(tuple(x.get(name) for name in mlstm._chunkwise.arguments[:9]), options, strided)
-
-
-def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
-    x = make_inputs(states=STATES)
-    keys = {"": key_of(x), "gate": key_of(x, sigmoid_gate=True)}
-    keys |= {name: key_of(change(x)) for name, change in CHANGES.items()}
-    leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
-    keys["m is a leaf"] = key_of(leaf)
-    keys["m has a graph"] = key_of(leaf | {"m_initial": leaf["m_initial"] * 1})
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype=dtype):
-            keys[f"autocast {dtype}"] = key_of(x)
-    with torch.autograd.profiler.profile():
-        keys["profiler"] = key_of(x)
-    assert None not in keys.values()
-    assert len(set(keys.values())) == len(keys)
-    assert key_of(make_inputs(states=STATES, seed=1)) == keys[""]
 
 
 def call_of(x: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -94,13 +68,11 @@ def call_of(x: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], tuple[A
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_latest_call_is_told_from_others(strided: bool, make_inputs: Make) -> None:
+def test_the_latest_call_is_told_from_others(strided: bool) -> None:
     """Every call comes right after every other one."""
     x = make_inputs(states=STATES)
     leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
     calls = {name: change(x) for name, change in CHANGES.items()}
-    for name in ("recompute_states_in_bw", "autocast_kernel_dtype"):
-        del calls[name]
     calls |= {"": x, "m is a leaf": leaf, "m has a graph": leaf | {"m_initial": leaf["m_initial"] * 1}}
     calls |= {"eps is 1": x | {"eps": 1}, "eps is 1.0": x | {"eps": 1.0}}
     if strided:
@@ -116,7 +88,7 @@ def test_the_latest_call_is_told_from_others(strided: bool, make_inputs: Make) -
     assert len(results) == len(calls)
 
 
-def test_the_latest_call_is_told_from_others_by_what_is_around_it(make_inputs: Make) -> None:
+def test_the_latest_call_is_told_from_others_by_what_is_around_it() -> None:
     x = {n: t.clone().requires_grad_() for n, t in make_inputs().items()}
     contexts: dict[str, Callable[[], Any]] = {
         "": nullcontext,
@@ -135,9 +107,7 @@ def test_the_latest_call_is_told_from_others_by_what_is_around_it(make_inputs: M
             assert results.of(*call_of(x), lambda *args, eager: str(eager)) == "False"
 
 
-def test_a_call_like_the_latest_one_takes_no_signature(
-    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_like_the_latest_one_takes_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     results: memo.CallMemo[int] = memo.CallMemo()
     results.of(*call_of(make_inputs()), lambda *args, eager: 1)
     monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
@@ -147,9 +117,7 @@ def test_a_call_like_the_latest_one_takes_no_signature(
         results.of(*call_of(make_inputs()), lambda *args, eager: 3)
 
 
-def test_inference_mode_does_not_hide_the_latest_call(
-    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inference_mode_does_not_hide_the_latest_call(monkeypatch: pytest.MonkeyPatch) -> None:
     results: memo.CallMemo[int] = memo.CallMemo()
     call = call_of(make_inputs())
     assert results.of(*call, lambda *args, eager: 1) == 1
@@ -160,7 +128,7 @@ def test_inference_mode_does_not_hide_the_latest_call(
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout, make_inputs: Make) -> None:
+def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout) -> None:
     """torch's guards would end the process."""
     x = make_inputs()
     mlstm_chunkwise(**x, backend="reference")
@@ -169,30 +137,6 @@ def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout, make_inputs:
         mlstm_chunkwise(**x | {"q": nested}, backend="reference")
     with pytest.raises(TypeError):
         mlstm_chunkwise(**x | {"k": x["k"].to_mkldnn()}, backend="reference")
-
-
-def test_strides_are_part_of_the_key_where_they_are_asked_for(make_inputs: Make) -> None:
-    x = make_inputs()
-    other = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
-    assert key_of(other) == key_of(x)
-    assert key_of(other, strided=True) != key_of(x, strided=True)
-    assert key_of(make_inputs(seed=1), strided=True) == key_of(x, strided=True)
-
-
-def test_what_is_not_strided_has_no_key(make_inputs: Make) -> None:
-    x = make_inputs()
-    x["k"] = x["k"].to_sparse()
-    assert key_of(x) is None and key_of(x, strided=True) is None
-
-
-def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> None:
-    x = make_inputs()
-    trained = {n: t.clone().requires_grad_() for n, t in x.items()}
-    with torch.no_grad():
-        assert key_of(trained) == key_of(x)
-    assert key_of(trained) != key_of(x)
-    parameters = {n: torch.nn.Parameter(t) for n, t in x.items()}
-    assert key_of(parameters) == key_of(trained)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +151,7 @@ def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> Non
     ],
 )
 def test_equal_is_not_the_same(
-    good: dict[str, Any], bad: dict[str, Any], message: str, served: Served, make_inputs: Make
+    good: dict[str, Any], bad: dict[str, Any], message: str, served: Served
 ) -> None:
     """1 == True == 1.0, but only one of them is right; what is bad stays bad."""
     for _ in range(2):
@@ -216,7 +160,7 @@ def test_equal_is_not_the_same(
             mlstm_chunkwise(**make_inputs(), **bad)
 
 
-def test_a_bad_tensor_is_told_from_a_good_one(served: Served, make_inputs: Make) -> None:
+def test_a_bad_tensor_is_told_from_a_good_one(served: Served) -> None:
     x = make_inputs(states=STATES)
     bad = {
         "sparse": (x | {"k": x["k"].to_sparse()}, TypeError),
@@ -231,7 +175,7 @@ def test_a_bad_tensor_is_told_from_a_good_one(served: Served, make_inputs: Make)
                 mlstm_chunkwise(**arguments)
 
 
-def test_refusals_are_not_remembered(fake_tk: Any, make_inputs: Make) -> None:
+def test_refusals_are_not_remembered(fake_tk: Any) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="no GPU of compute capability"):
             mlstm_chunkwise(**make_inputs(), backend="tk")
@@ -239,7 +183,7 @@ def test_refusals_are_not_remembered(fake_tk: Any, make_inputs: Make) -> None:
     mlstm_chunkwise(**make_inputs(), backend="tk")
 
 
-def test_the_memo_holds_no_tensor_and_is_bounded(served: Served, make_inputs: Make) -> None:
+def test_the_memo_holds_no_tensor_and_is_bounded(served: Served) -> None:
     x = make_inputs(states=STATES)
     references = [weakref.ref(t) for t in x.values()]
     mlstm_chunkwise(**x)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tfla_tk
 from tfla_tk import reference
 
+from .conftest import make_inputs
+from .decode_calls import draw_for
+
 Inputs = dict[str, Tensor]
 HEADS, SEQ, DIM_QK, DIM_V = 2, 70, 16, 32
-BACKENDS = ("auto", "reference", "reference:parallel", "reference:recurrent")
 
 
 def leaves(device: str, heads_first: bool, batch: int, rows: int) -> Inputs:
@@ -59,63 +62,26 @@ def offsets(device: str) -> Tensor:
     return torch.tensor([0, 20, 20, SEQ], dtype=torch.int32, device="cpu").to(device)
 
 
+FORMS = {
+    name: getattr(reference, name)
+    for name in reference.__all__
+    if name.endswith(("_recurrent", "_parallel", "_chunkwise"))
+}
+PUBLIC = {
+    f"{function.__name__} {backend}": partial(function, backend=backend)
+    for function in (tfla_tk.mlstm_chunkwise, tfla_tk.mlstm_siging_chunkwise)
+    for backend in ("auto", "reference", "reference:parallel", "reference:recurrent")
+}
+
+
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", [tfla_tk.mlstm_chunkwise, tfla_tk.mlstm_siging_chunkwise])
-@pytest.mark.parametrize("without_data", ["meta", "fake"])
-def test_public_functions(without_data: str, function: Any, backend: str, packed: bool) -> None:
-    def call(device: str) -> tuple[Any, Inputs]:
-        names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
-        found = leaves(device, True, *((1, 3) if packed else (2, 2)))
-        inputs = {name: found[name] for name in names}
-        cu_seqlens = offsets(device) if packed else None
-        out = function(**inputs, return_last_states=True, cu_seqlens=cu_seqlens, backend=backend)
-        return out, inputs
-
-    expected = shapes_of(call("cpu")[0])
-    if without_data == "meta":
-        out, inputs = call("meta")
-        assert out[0].device.type == "meta"
-        differentiate(out, inputs)
-    else:
-        with FakeTensorMode():
-            out, inputs = call("cpu")
-            differentiate(out, inputs)
-    assert shapes_of(out) == expected
-
-
-@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
-    "name", ["mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence"]
+    ("name", "without_data"),
+    [*((name, "meta") for name in FORMS | PUBLIC), *((name, "fake") for name in PUBLIC)],
 )
-def test_decoding(name: str, inplace: bool) -> None:
-    def call(device: str) -> tuple[Any, Inputs]:
-        found = leaves(device, True, 2, 2)
-        token = (slice(None), slice(None), 0 if "step" in name else slice(5))
-        inputs = {x: found[x].detach()[token].requires_grad_(not inplace) for x in ("q", "k", "v", "i", "f")}
-        if "step" in name:
-            gates = {x: inputs[x].detach()[..., None].requires_grad_(not inplace) for x in "if"}
-            inputs |= gates
-        state = {x: found[f"{x}_initial"].detach() for x in ("c", "n", "m")}
-        if "siging" in name:
-            del state["m"]
-        out = getattr(tfla_tk, name)(**inputs, **state, inplace=inplace, backend="reference")
-        return out, inputs
-
-    out, inputs = call("meta")
-    assert shapes_of(out) == shapes_of(call("cpu")[0]) and out[0].device.type == "meta"
-    if not inplace:
-        differentiate(out, inputs)
-
-
-FORMS = [name for name in reference.__all__ if name.endswith(("_recurrent", "_parallel", "_chunkwise"))]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", FORMS)
-def test_reference_functions(name: str, packed: bool) -> None:
-    """The functions of tfla_tk.reference themselves, of every operator."""
-    function = getattr(reference, name)
+def test_functions(name: str, without_data: str, packed: bool) -> None:
+    """The functions of tfla_tk.reference themselves, of every operator, and the public ones of mLSTM."""
+    function = (FORMS | PUBLIC)[name]
     taken = inspect.signature(function).parameters
     option = "return_last_states" if "return_last_states" in taken else "output_final_state"
 
@@ -127,9 +93,28 @@ def test_reference_functions(name: str, packed: bool) -> None:
         out = function(**inputs, **{option: True}, cu_seqlens=offsets(device) if packed else None)
         return out, inputs
 
+    expected = shapes_of(call("cpu")[0])
+    with FakeTensorMode() if without_data == "fake" else nullcontext():
+        out, inputs = call("cpu" if without_data == "fake" else "meta")
+        assert without_data == "fake" or out[0].device.type == "meta"
+        differentiate(out, inputs)
+    assert shapes_of(out) == expected
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "name", ["mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence"]
+)
+def test_decoding(name: str, inplace: bool) -> None:
+    def call(device: str) -> tuple[Any, Inputs]:
+        x = {part: t.to(device) for part, t in draw_for(name).items()}
+        inputs = {part: x.pop(part).requires_grad_(not inplace) for part in "qkvif"}
+        return getattr(tfla_tk, name)(**inputs, **x, inplace=inplace, backend="reference"), inputs
+
     out, inputs = call("meta")
     assert shapes_of(out) == shapes_of(call("cpu")[0]) and out[0].device.type == "meta"
-    differentiate(out, inputs)
+    if not inplace:
+        differentiate(out, inputs)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -147,7 +132,7 @@ def test_explicit_backward(sigmoid_gate: bool, packed: bool) -> None:
     assert call("meta") == call("cpu")
 
 
-def test_offsets_on_meta_are_checked_as_far_as_they_can_be(make_inputs: Callable[..., Inputs]) -> None:
+def test_offsets_on_meta_are_checked_as_far_as_they_can_be() -> None:
     inputs = {name: x.to("meta") for name, x in make_inputs(2).items()}
     with pytest.raises(ValueError, match="expected batch 1"):
         reference.mlstm_chunkwise(**inputs, cu_seqlens=offsets("meta"))

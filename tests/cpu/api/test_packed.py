@@ -12,13 +12,15 @@ from torch.library import opcheck
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
+from .conftest import make_inputs
+
 Inputs = dict[str, Tensor]
 STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = [mlstm_chunkwise, mlstm_siging_chunkwise]
 
 
 @pytest.fixture
-def packed(make_inputs: Callable[..., Inputs]) -> Callable[..., Inputs]:
+def packed() -> Callable[..., Inputs]:
     """Inputs of three sequences in 90 tokens; q, k, v, i, f, c and n record gradients."""
 
     def make(dtype: torch.dtype = torch.float64, states: tuple[str, ...] = STATES) -> Inputs:
@@ -83,34 +85,6 @@ def test_fullgraph(packed: Any, function: Any, backend: str, compiler: str) -> N
     assert graphs == 1
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
-def test_fullgraph_has_the_eager_dtypes(packed: Any, function: Any, dtypes: Any) -> None:
-    """Without states; q, k, v of one dtype and gates of another."""
-    inputs = {name: x.detach().to(dtypes[name in "if"]) for name, x in packed(states=()).items()}
-
-    def call(inputs: Inputs) -> Any:
-        return function(**inputs, return_last_states=True, cu_seqlens=offsets(0, 20, 90))
-
-    torch._dynamo.reset()
-    expected, found = call(inputs), torch.compile(call, fullgraph=True, backend="aot_eager")(inputs)
-    torch.testing.assert_close(flat(found), flat(expected))
-
-
-def test_fullgraph_without_normaliser(packed: Any) -> None:
-    inputs = packed(states=("c_initial",))
-
-    def call(inputs: Inputs) -> Any:
-        return mlstm_siging_chunkwise(
-            **inputs, normalize=False, return_last_states=True, cu_seqlens=offsets(0, 20, 20, 90)
-        )
-
-    torch._dynamo.reset()
-    expected, found = call(inputs), torch.compile(call, fullgraph=True, backend="aot_eager")(inputs)
-    torch.testing.assert_close(flat(found), flat(expected))
-    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs))
-
-
 def test_compiled_calls_refuse_offsets_that_do_not_fit(packed: Any) -> None:
     inputs = packed()
     torch._dynamo.reset()
@@ -134,16 +108,21 @@ def test_export(packed: Any, strict: bool) -> None:
     torch.testing.assert_close(program(*tokens, other), Packed()(*tokens, other))
 
 
-@pytest.mark.parametrize("sigmoid_gate", [False, True])
+@pytest.mark.parametrize("dtypes", [("float64",) * 2, ("bfloat16", "float32"), ("float32", "float64")])
+@pytest.mark.parametrize(("gate", "normalize"), [("exp", True), ("sig", True), ("sig", False)])
 @pytest.mark.parametrize("states", [(), STATES])
-def test_opcheck(packed: Any, states: tuple[str, ...], sigmoid_gate: bool) -> None:
-    inputs = packed(states=states)
+def test_opcheck(packed: Any, states: tuple[str, ...], gate: str, normalize: bool, dtypes: Any) -> None:
+    """With q, k, v of one dtype and all else of another."""
+    own, other = (getattr(torch, name) for name in dtypes)
+    inputs = {n: x.detach().to(own if n in "qkv" else other) for n, x in packed(states=states).items()}
     tensors = [inputs.get(name) for name in ("q", "k", "v", "i", "f", *STATES)]
-    if sigmoid_gate:
+    if gate == "sig":
         tensors[7] = None
-    options = ("chunkwise", 64, sigmoid_gate, True, 1e-6)
+    if not normalize:
+        tensors[6] = None
+    options = ("chunkwise", 64, gate == "sig", normalize, 1e-6)
     cu_seqlens = offsets(0, 20, 20, 90)
-    opcheck(torch.ops.tfla_tk.packed_mlstm.default, (*tensors, cu_seqlens, *options))
-    detached = [None if x is None else x.detach() for x in tensors]
-    dh = torch.ones_like(detached[2])
-    opcheck(torch.ops.tfla_tk.packed_mlstm_bwd.default, (*detached, cu_seqlens, dh, None, None, *options))
+    leaves = [x if x is None or n == 7 else x.clone().requires_grad_() for n, x in enumerate(tensors)]
+    opcheck(torch.ops.tfla_tk.packed_mlstm.default, (*leaves, cu_seqlens, *options))
+    dh = torch.ones_like(inputs["v"])
+    opcheck(torch.ops.tfla_tk.packed_mlstm_bwd.default, (*tensors, cu_seqlens, dh, None, None, *options))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,14 +20,8 @@ from tfla_tk import (
     mlstm_step,
 )
 from tfla_tk.backends.tk import mlstm as tk
-from tfla_tk.calls.mlstm import check_mlstm_sequence
 
-from .decode_calls import NAMES, Draw, draw_tokens
-
-
-@pytest.fixture
-def tokens() -> Draw:
-    return draw_tokens
+from .decode_calls import DECODES, NAMES, draw_tokens
 
 
 def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
@@ -40,9 +32,9 @@ def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seq", [1, 2, 16, 40])
-def test_a_sequence_is_as_many_steps(tokens: Draw, seq: int) -> None:
+def test_a_sequence_is_as_many_steps(seq: int) -> None:
     """The reference takes any number of tokens."""
-    inputs = tokens(torch.float64, seq)
+    inputs = draw_tokens(torch.float64, seq)
     h, state = mlstm_sequence(**inputs)
     expected = [inputs[name] for name in "cnm"]
     for t in range(seq):
@@ -53,8 +45,8 @@ def test_a_sequence_is_as_many_steps(tokens: Draw, seq: int) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_siging_sequence_is_as_many_steps(tokens: Draw, normalize: bool) -> None:
-    inputs = tokens(torch.float64)
+def test_a_siging_sequence_is_as_many_steps(normalize: bool) -> None:
+    inputs = draw_tokens(torch.float64)
     del inputs["m"]
     h, state = mlstm_siging_sequence(**inputs, normalize=normalize)
     c, n = inputs["c"], inputs["n"]
@@ -65,8 +57,8 @@ def test_a_siging_sequence_is_as_many_steps(tokens: Draw, normalize: bool) -> No
     assert state[1].data_ptr() != inputs["n"].data_ptr()
 
 
-def test_a_sequence_is_a_chunk(tokens: Draw) -> None:
-    inputs = tokens(torch.float64)
+def test_a_sequence_is_a_chunk() -> None:
+    inputs = draw_tokens(torch.float64)
     renamed = {name if name in "qkvif" else f"{name}_initial": x for name, x in inputs.items()}
     h, state = mlstm_sequence(**inputs)
     expected, last = mlstm_chunkwise(**renamed, return_last_states=True)
@@ -77,20 +69,9 @@ def test_a_sequence_is_a_chunk(tokens: Draw) -> None:
     torch.testing.assert_close((h, *state), (expected, *last))
 
 
-def test_gradients(tokens: Draw) -> None:
-    """By the reference."""
-    inputs = {name: x.double().requires_grad_() for name, x in tokens(seq=2).items()}
-    m = inputs.pop("m").detach()
-
-    def run(*tensors: Tensor) -> Tensor:
-        return mlstm_sequence(*tensors, m)[0]
-
-    assert torch.autograd.gradcheck(run, tuple(inputs.values()), atol=1e-5, fast_mode=True)
-
-
-def test_steps_and_sequences_keep_plans_of_their_own(tokens: Draw) -> None:
+def test_steps_and_sequences_keep_plans_of_their_own() -> None:
     """A plan of the one does not let arguments of the other pass."""
-    inputs = tokens(seq=1)
+    inputs = draw_tokens(seq=1)
     state = {name: inputs[name] for name in "cnm"}
     token = token_of(inputs, 0)
     for _ in range(2):
@@ -102,74 +83,13 @@ def test_steps_and_sequences_keep_plans_of_their_own(tokens: Draw) -> None:
         mlstm_step(**inputs)
 
 
-@pytest.mark.parametrize(
-    "name, change, error",
-    [
-        ("q", lambda x: x[:, :, 0], (ValueError, r"q: expected 4 dimensions \[B, NH, S, DHQK\]")),
-        ("k", lambda x: x[..., :8], (ValueError, r"k: expected shape \[B, NH, S, DHQK\] of q")),
-        ("k", lambda x: x[:, :, :4], (ValueError, "k: expected shape")),
-        ("v", lambda x: x.double(), (TypeError, "v: expected dtype torch.float32, the dtype of q")),
-        ("v", lambda x: x[:2], (ValueError, r"v: expected shape \[B, NH, S\] of q and \[DHHV\]")),
-        ("i", lambda x: x.unsqueeze(3), (ValueError, r"i: expected 3 dimensions \[B, NH, S\] of q")),
-        ("f", lambda x: x.long(), (TypeError, "f: expected dtype float16")),
-        ("f", lambda x: x[..., :1], (ValueError, r"f: expected shape \[B, NH, S\] of q")),
-        ("c", lambda x: x.mT, (ValueError, r"c: expected shape \[B, NH, DHQK, DHHV\]")),
-        ("n", lambda x: x.to("meta"), (ValueError, "n: expected device cpu")),
-        ("m", lambda x: None, (TypeError, r"m: expected a tensor \[B, NH, 1\], got NoneType")),
-    ],
-)
-def test_bad_arguments(
-    tokens: Draw, name: str, change: Callable[[Tensor], Any], error: tuple[type[Exception], str]
-) -> None:
-    inputs = tokens()
-    with pytest.raises(error[0], match=error[1]):
-        mlstm_sequence(**inputs | {name: change(inputs[name])})
-
-
-def test_bad_options(tokens: Draw) -> None:
-    with pytest.raises(ValueError, match="eps"):
-        mlstm_sequence(**tokens(), eps=-1.0)
-    with pytest.raises(ValueError, match="dtype_state"):
-        mlstm_sequence(**tokens(), dtype_state=torch.int8)
-    with pytest.raises(ValueError, match="backend: expected 'reference' for a few tokens"):
-        mlstm_sequence(**tokens(), backend="reference:parallel")
-    with pytest.raises(ValueError, match="backend: expected 'tk', got 'tk:fast'"):
-        mlstm_sequence(**tokens(), backend="tk:fast")
-    with pytest.raises(ValueError, match="backend: expected 'triton' for a few tokens"):
-        mlstm_sequence(**tokens(), backend="triton:xl_chunk")
-    with pytest.raises(UnsupportedError, match="has no Triton kernel for a few tokens"):
-        mlstm_sequence(**tokens(), backend="triton")
-    with pytest.raises(UnsupportedError, match="mlstm_sequence on backend 'tk'"):
-        mlstm_sequence(**tokens(), backend="tk")
-
-
 # on a GPU, as far as it can be asked without one
 
 
-def on_gpu(tokens: dict[str, Tensor], **changes: Any) -> Any:
-    options = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6, "dtype_state": None}
-    call = check_mlstm_sequence(**tokens, **options)
-    return dataclasses.replace(call, device=torch.device("cuda", 0), **changes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["auto", "tk"])
-def test_tk_serves_sequences(
-    tokens: Draw, passes_for_a_gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str
-) -> None:
-    inputs = tokens(dtype)
-    fake_tk.verdict = tk.supports_mlstm_sequence(on_gpu(inputs))
-    choice = tfla_tk.which("mlstm_sequence", **inputs, backend=backend)
-    assert choice.backend == "tk" and not choice.reasons["triton"].ok
-    expected = mlstm_sequence(**inputs, backend="reference")
-    h, state = mlstm_sequence(**inputs, backend=backend)  # the op computes the reference on a CPU
-    torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
-
-
 @pytest.mark.parametrize("sigmoid_gate", [False, True])
-def test_whether_a_sequence_is_on_tk(tokens: Draw, fake_tk: Any, sigmoid_gate: bool) -> None:
+def test_whether_a_sequence_is_on_tk(fake_tk: Any, sigmoid_gate: bool) -> None:
     """What the call does, from the plan that it keeps."""
-    inputs = tokens()
+    inputs = draw_tokens()
     if sigmoid_gate:
         inputs["m"] = None
     options = {"eps": 1e-6, "dtype_state": None}
@@ -185,22 +105,24 @@ def test_whether_a_sequence_is_on_tk(tokens: Draw, fake_tk: Any, sigmoid_gate: b
 
 @pytest.mark.parametrize("changes", [{"seq": 17}, {"requires_grad": True}])
 def test_what_tk_leaves_to_the_chunkwise_kernel(
-    tokens: Draw, passes_for_a_gpu: None, fake_tk: Any, changes: dict[str, Any]
+    passes_for_a_gpu: None, fake_tk: Any, changes: dict[str, Any]
 ) -> None:
-    fake_tk.verdict = tk.supports_mlstm_sequence(on_gpu(tokens(torch.bfloat16), **changes))
-    inputs = tokens(torch.bfloat16)
+    fake_tk.verdict = tk.supports_mlstm_sequence(
+        DECODES["sequence"].on_gpu(draw_tokens(torch.bfloat16), **changes)
+    )
+    inputs = draw_tokens(torch.bfloat16)
     assert tfla_tk.which("mlstm_sequence", **inputs).backend == "reference"
     with pytest.raises(UnsupportedError, match="use mlstm_chunkwise"):
         mlstm_sequence(**inputs, backend="tk")
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_nothing_to_compute(tokens: Draw, reference_or_tk: str, inplace: bool) -> None:
+def test_nothing_to_compute(reference_or_tk: str, inplace: bool) -> None:
     """No head, and no token: the state stays as it is."""
-    inputs = {name: x[:0] for name, x in tokens().items()}
+    inputs = {name: x[:0] for name, x in draw_tokens().items()}
     h, (c, _, _) = mlstm_sequence(**inputs, backend=reference_or_tk)
     assert h.shape == (0, 2, 5, 32) and c.shape == (0, 2, 16, 32)
-    inputs = tokens(seq=0)
+    inputs = draw_tokens(seq=0)
     h, state = mlstm_sequence(**inputs, inplace=inplace, backend=reference_or_tk)
     assert h.shape == (3, 2, 0, 32)
     for name, x in zip("cnm", state, strict=True):

@@ -14,37 +14,7 @@ from tfla_tk import (
 )
 
 from .linear import assert_same, gradients
-from .linear_checks import (
-    parameters_by_place,
-    parameters_of_fla,
-)
-from .simple_gla_calls import draw
-
-
-def test_arguments_in_the_order_of_fla() -> None:
-    x = draw()
-    state = x["initial_state"].mT
-    expected, last = reference.simple_gla_recurrent(**x, scale=0.5, output_final_state=True)
-    o, final = chunk_simple_gla(x["q"], x["k"], x["v"], x["g"], None, 0.5, state, True, True)
-    torch.testing.assert_close(o, expected)
-    torch.testing.assert_close(final, last.mT)
-    assert chunk_simple_gla(x["q"], x["k"], x["v"], x["g"])[1] is None
-
-
-def test_signatures_are_those_of_fla() -> None:
-    """Every argument of fla's function, in its order; ours behind, by keyword."""
-    pytest.importorskip("fla")
-    from fla.ops.lightning_attn import chunk_lightning_attn as lightning
-    from fla.ops.retention import chunk_retention as retention
-    from fla.ops.simple_gla import chunk_simple_gla as gla
-
-    pairs = [(chunk_simple_gla, gla), (chunk_retention, retention), (chunk_lightning_attn, lightning)]
-    for ours, theirs in pairs:
-        expected = parameters_of_fla(theirs)
-        if ours is chunk_lightning_attn:
-            # may be left out beside g_gamma
-            expected = [(n, None if n in ("layer_idx", "num_layers") else d) for n, d in expected]
-        assert parameters_by_place(ours) == expected
+from .simple_gla_calls import Kernels, draw
 
 
 def test_retention() -> None:
@@ -130,3 +100,14 @@ def test_options_of_numpy() -> None:
     o, last = chunk_simple_gla(**x, **options)
     expected, expected_last = chunk_simple_gla(**x, scale=0.5, output_final_state=True, chunk_size=16)
     assert torch.equal(o, expected) and torch.equal(last, expected_last)
+
+
+def test_a_decay_per_head_comes_with_strides_of_zero(kernels: Kernels) -> None:
+    x = draw(dtype=torch.float32)
+    chunk_retention(x["q"], x["k"], x["v"])
+    g = kernels.tensors[3]
+    assert g.shape == (2, 40, 4) and g.stride()[:2] == (0, 0) and g.dtype == torch.float32
+    chunk_simple_gla(x["q"], x["k"], x["v"])
+    assert kernels.tensors[3] is None
+    chunk_retention(x["q"].requires_grad_(), x["k"], x["v"])[0].sum().backward()
+    assert kernels.needs_gates == [False]

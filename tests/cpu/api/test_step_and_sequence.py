@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from tfla_tk import Support
+from tfla_tk import Support, UnsupportedError, which
+from tfla_tk.backends.tk import mlstm as tk
 
 from .decode_calls import DECODES, Decode, op_arguments
 
@@ -143,3 +144,93 @@ def test_compile_the_op(decode: Decode, fake_tk: Any, inplace: bool) -> None:
     torch.testing.assert_close(compiled(**again), expected)
     for name in "cnm":
         torch.testing.assert_close(again[name], inputs[name])
+
+
+# refusals
+
+OF_TOKENS = {"step": ("3", r"\[B, NH, DHQK\]"), "sequence": ("4", r"\[B, NH, S, DHQK\]")}
+BAD = [
+    ("q", lambda x: x[..., 0], ValueError, "q: expected {0} dimensions {1}, got "),
+    ("k", lambda x: x[..., :8], ValueError, "k: expected shape {1} of q"),
+    ("k", lambda x: x[:, :1], ValueError, "k: expected shape {1} of q"),
+    ("v", lambda x: x.double(), TypeError, "v: expected dtype torch.float32, the dtype of q"),
+    ("v", lambda x: x[:2], ValueError, r"v: expected shape \[B, NH.*\] of q and \[DHHV\]"),
+    ("i", lambda x: x.unsqueeze(3), ValueError, r"i: expected 3 dimensions \[B, NH, .\].*, got 4"),
+    ("f", lambda x: x.long(), TypeError, "f: expected dtype float16"),
+    ("f", lambda x: x[:1], ValueError, r"f: expected shape \[B, NH, .\].* got \(1, "),
+    ("c", lambda x: x.mT, ValueError, r"c: expected shape \[B, NH, DHQK, DHHV\]"),
+    ("n", lambda x: x.to("meta"), ValueError, "n: expected device cpu"),
+    ("m", lambda x: None, TypeError, r"m: expected a tensor \[B, NH, 1\], got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), BAD)
+@pytest.mark.parametrize("kind", DECODES)
+def test_bad_arguments(kind: str, name: str, change: Any, error: type[Exception], message: str) -> None:
+    decode = DECODES[kind]
+    inputs = decode.draw()
+    for part, of_kind in enumerate(OF_TOKENS[kind]):
+        message = message.replace(f"{{{part}}}", of_kind)
+    with pytest.raises(error, match=message):
+        decode.mlstm(**inputs | {name: change(inputs[name])})
+
+
+def test_bad_options(decode: Decode) -> None:
+    expected = "None, torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+    inputs = decode.draw()
+    without_m = {name: x for name, x in inputs.items() if name != "m"}
+    for function, given in ((decode.mlstm, inputs), (decode.siging, without_m)):
+        for options, error, message in (
+            ({"eps": -1.0}, ValueError, "eps: expected"),
+            ({"dtype_state": torch.int8}, ValueError, f"dtype_state: expected {expected}, got torch.int8"),
+            (
+                {"dtype_state": "float32"},
+                TypeError,
+                f"dtype_state: expected {expected}, got 'float32' of type",
+            ),
+            ({"backend": "reference:parallel"}, ValueError, "backend: expected 'reference' for a "),
+            ({"backend": "tk:fast"}, ValueError, "backend: expected 'tk', got 'tk:fast'"),
+            ({"backend": "triton:xl_chunk"}, ValueError, "backend: expected 'triton' for a "),
+            (
+                {"backend": "triton"},
+                UnsupportedError,
+                f"{function.__name__} on backend 'triton': .*(cpu|has no)",
+            ),
+            ({"backend": "tk"}, UnsupportedError, f"{function.__name__} on backend 'tk'"),
+        ):
+            function(**given)  # a plan of a good call lets no other pass
+            with pytest.raises(error, match=message):
+                function(**given, **options)
+
+
+# on a GPU, as far as it can be asked without one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+def test_tk_serves(
+    decode: Decode, passes_for_a_gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str
+) -> None:
+    inputs = decode.draw(dtype)
+    fake_tk.verdict = getattr(tk, decode.supports)(decode.on_gpu(inputs))
+    assert which(decode.mlstm, **inputs, backend=backend).backend == "tk"
+    expected = decode.mlstm(**inputs, backend="reference")
+    h, state = decode.mlstm(**inputs, backend=backend)  # the op computes the reference on a CPU
+    torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
+    nothing = {name: x[:0] for name, x in inputs.items()}
+    h, (c, _, _) = decode.mlstm(**nothing, backend=backend)
+    assert h.shape == nothing["v"].shape and c.shape == (0, 2, 16, 32)
+
+
+@pytest.mark.slow
+def test_gradients(decode: Decode) -> None:
+    """By the reference: exact for h; m is a constant of the differentiation."""
+    inputs = {name: x.double().requires_grad_() for name, x in decode.draw().items()}
+    m = inputs.pop("m").detach()
+
+    def run(*tensors: Tensor) -> Tensor:
+        return decode.mlstm(*tensors, m)[0]
+
+    assert torch.autograd.gradcheck(run, tuple(inputs.values()), atol=1e-5, fast_mode=True)
+    _, (c, n, last) = decode.mlstm(*inputs.values(), m)
+    assert not last.requires_grad and c.requires_grad and n.requires_grad

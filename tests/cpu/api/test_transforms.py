@@ -28,7 +28,6 @@ FUNCTIONS = (
     "mlstm_siging_sequence",
 )
 
-Draw = Callable[..., dict[str, Tensor]]
 Function = Callable[..., Tensor]
 
 
@@ -39,26 +38,21 @@ def tk(fake_tk: Any) -> Any:
     return fake_tk
 
 
-@pytest.fixture
-def draw() -> Draw:
+def draw(function: str, *batch: int, seq: int = 5) -> dict[str, Tensor]:
     """The tensors of one of FUNCTIONS in fp64: two heads, dims 4/6, with the state before."""
-
-    def draw(function: str, *batch: int, seq: int = 5) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        step, tokens = "step" in function, ((1,) if "step" in function else (seq,))
-        head = () if step else tokens
-        shapes = {"q": (*head, 4), "k": (*head, 4), "v": (*head, 6), "i": tokens, "f": tokens}
-        state = {"c": (4, 6), "n": (4,), "m": (1,)}
-        if "siging" in function:
-            del state["m"]
-        suffix = "_initial" if "chunkwise" in function else ""
-        shapes |= {name + suffix: shape for name, shape in state.items()}
-        return {
-            name: torch.randn(*batch, 2, 2, *shape, generator=generator, dtype=torch.float64)
-            for name, shape in shapes.items()
-        }
-
-    return draw
+    generator = torch.Generator().manual_seed(0)
+    step, tokens = "step" in function, ((1,) if "step" in function else (seq,))
+    head = () if step else tokens
+    shapes = {"q": (*head, 4), "k": (*head, 4), "v": (*head, 6), "i": tokens, "f": tokens}
+    state = {"c": (4, 6), "n": (4,), "m": (1,)}
+    if "siging" in function:
+        del state["m"]
+    suffix = "_initial" if "chunkwise" in function else ""
+    shapes |= {name + suffix: shape for name, shape in state.items()}
+    return {
+        name: torch.randn(*batch, 2, 2, *shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def all_of(function: str, x: dict[str, Tensor], backend: str) -> tuple[Tensor, ...]:
@@ -84,7 +78,7 @@ def tangents_of(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_auto_takes_the_reference_for_tangents(function: str, draw: Draw) -> None:
+def test_auto_takes_the_reference_for_tangents(function: str) -> None:
     """Its derivative is that of finite differences, of h and of what the state stands for."""
     x = draw(function)
     assert which(function, **x).backend == "tk"
@@ -113,7 +107,7 @@ def test_auto_takes_the_reference_for_tangents(function: str, draw: Draw) -> Non
 @pytest.mark.parametrize("backend", ["tk", "triton"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_backend_without_forward_mode_refuses(
-    function: str, backend: str, before: bool, draw: Draw, monkeypatch: pytest.MonkeyPatch
+    function: str, backend: str, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For one input with a tangent, whichever, also if a call like it has been served before."""
     for kernel in ("mlstm", "mlstm_step", "mlstm_sequence"):
@@ -129,7 +123,7 @@ def test_a_backend_without_forward_mode_refuses(
             all_of(function, x | {name: forward_ad.make_dual(x[name], torch.ones_like(x[name]))}, backend)
 
 
-def test_tangents_of_a_recorded_call(draw: Draw) -> None:
+def test_tangents_of_a_recorded_call() -> None:
     """A tangent beside a gradient, and one of the gradient that comes back to the kernels."""
     x = draw("mlstm_chunkwise")
     leaf = x["q"].clone().requires_grad_()
@@ -142,7 +136,7 @@ def test_tangents_of_a_recorded_call(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("level", [False, True], ids=["inside", "outside"])
-def test_without_a_tangent_nothing_is_refused(level: bool, draw: Draw) -> None:
+def test_without_a_tangent_nothing_is_refused(level: bool) -> None:
     """In a transform's scope, and beside dual numbers."""
     x = draw("mlstm_chunkwise")
     expected = mlstm_chunkwise(**x, backend="reference")
@@ -158,7 +152,7 @@ def test_without_a_tangent_nothing_is_refused(level: bool, draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlstm_step", "mlstm_sequence", "mlstm_step_", "mlstm_sequence_"])
-def test_ops_of_decoding_refuse_tangents_and_gradients(name: str, draw: Draw) -> None:
+def test_ops_of_decoding_refuse_tangents_and_gradients(name: str) -> None:
     op = getattr(torch.ops.tfla_tk, name)
     x = draw(name.removesuffix("_"))
     rest = (False, True, 1e-6) if name.endswith("_") else (False, True, 1e-6, torch.float64)
@@ -174,7 +168,7 @@ def test_ops_of_decoding_refuse_tangents_and_gradients(name: str, draw: Draw) ->
 
 
 @pytest.mark.parametrize("sigmoid_gate", [False, True])
-def test_the_op_refuses_tangents(sigmoid_gate: bool, draw: Draw) -> None:
+def test_the_op_refuses_tangents(sigmoid_gate: bool) -> None:
     x = draw("mlstm_chunkwise")
     op = torch.ops.tfla_tk.mlstm_fwd.default
     for part in x:
@@ -187,7 +181,7 @@ def test_the_op_refuses_tangents(sigmoid_gate: bool, draw: Draw) -> None:
             jvp(run, (x[part],), (x[part],))
 
 
-def test_compiled_forward_mode_is_refused(draw: Draw) -> None:
+def test_compiled_forward_mode_is_refused() -> None:
     """At the latest by the op."""
     torch._dynamo.reset()
     x = draw("mlstm_chunkwise")
@@ -254,7 +248,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("function", ["mlstm_chunkwise", "mlstm_siging_chunkwise"])
-def test_transforms(function: str, transform: str, packed: bool, draw: Draw) -> None:
+def test_transforms(function: str, transform: str, packed: bool) -> None:
     """The same as of the reference; what is batched by vmap is one call."""
     x = draw(function, seq=70)
     if packed:
@@ -270,7 +264,7 @@ def test_transforms(function: str, transform: str, packed: bool, draw: Draw) -> 
     assert_same(run("tk"), run("reference"))
 
 
-def test_jacobian_of_h(draw: Draw) -> None:
+def test_jacobian_of_h() -> None:
     x = draw("mlstm_chunkwise")
     found, expected = (
         jacrev(lambda q, b=backend: mlstm_chunkwise(**x | {"q": q}, backend=b))(x["q"])
@@ -280,7 +274,7 @@ def test_jacobian_of_h(draw: Draw) -> None:
     assert_same(found, expected)
 
 
-def test_gradients_per_sample_of_a_module(draw: Draw) -> None:
+def test_gradients_per_sample_of_a_module() -> None:
     """The usual use of torch.func: vmap of grad over functional_call."""
     x = draw("mlstm_siging_chunkwise")
     torch.manual_seed(0)
@@ -304,7 +298,7 @@ def test_gradients_per_sample_of_a_module(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "chunkwise" not in name])
-def test_vmap_of_decoding(function: str, draw: Draw) -> None:
+def test_vmap_of_decoding(function: str) -> None:
     """Of all inputs, and of some; in place it is refused."""
     # the kernels' states are fp32
     x, first = ({name: t.float() for name, t in y.items()} for y in (draw(function, 3), draw(function)))
@@ -322,14 +316,14 @@ def test_vmap_of_decoding(function: str, draw: Draw) -> None:
     assert torch.equal(x["c"], before)
 
 
-def test_a_batch_of_offsets_is_refused(draw: Draw) -> None:
+def test_a_batch_of_offsets_is_refused() -> None:
     x = without_m({name: t[:1] for name, t in draw("mlstm_siging_chunkwise").items() if name in "qkvif"})
     offsets = torch.tensor([[0, 2, 5], [0, 3, 5]])
     with pytest.raises(RuntimeError, match="vmap over cu_seqlens: expected the same offsets"):
         vmap(lambda o: mlstm_siging_chunkwise(**x, cu_seqlens=o, backend="tk"))(offsets)
 
 
-def test_second_derivatives(draw: Draw) -> None:
+def test_second_derivatives() -> None:
     """Those in forward mode come from the reference under auto; the others say where they come from."""
     x = draw("mlstm_chunkwise", seq=2)
 
@@ -348,7 +342,7 @@ def test_second_derivatives(draw: Draw) -> None:
         grad(lambda q: jvp(of_q("tk"), (q,), (x["q"],))[1])(x["q"])
 
 
-def test_gradients_in_a_vmap_are_seen_by_the_choice(draw: Draw, fake_tk: Any) -> None:
+def test_gradients_in_a_vmap_are_seen_by_the_choice(fake_tk: Any) -> None:
     """vmap hides that an input requires a gradient; the step's kernel has none."""
     x = without_m(draw("mlstm_siging_step", 3))
     seen = []
@@ -366,9 +360,7 @@ def test_gradients_in_a_vmap_are_seen_by_the_choice(draw: Draw, fake_tk: Any) ->
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "sequence" not in name])
-def test_triton_is_left_to_calls_without_transforms(
-    function: str, draw: Draw, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_is_left_to_calls_without_transforms(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlstm_kernels' functions have no rules for them: refused before they run, and auto goes on."""
     monkeypatch.setattr(triton, "unusable", lambda device, missing: None)
     monkeypatch.setattr(installation, "INTERPRETED", False)

@@ -133,22 +133,17 @@ def test_odd_head_dimensions_write_out_of_bounds(numbers: Numbers) -> None:
     assert numbers["out_of_bounds/64"]["elements"] == 0
 
 
+@pytest.mark.parametrize("through", ["fla", "public"])
 @pytest.mark.parametrize(
     "op", ["gla", "simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
 )
-def test_fla_agrees(op: str, numbers: Numbers) -> None:
-    """Output, final state and gradients, from an initial state, with a chunk tail; delta rule in fp16."""
-    errors = numbers[f"fla/chunk_{op}"]
-    assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
-    assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
+def test_fla_agrees(op: str, through: str, numbers: Numbers) -> None:
+    """Output, final state and gradients, from an initial state, with a chunk tail; delta rule in fp16.
 
-
-@pytest.mark.parametrize(
-    "op", ["gla", "simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
-)
-def test_fla_agrees_behind_the_public_function(op: str, numbers: Numbers) -> None:
-    """Simple GLA over packed sequences, one of them empty, with states [N, H, V, K]."""
-    errors = numbers[f"public/chunk_{op}"]
+    By the adapter, and by the public function: simple GLA over packed sequences, one of them empty, with
+    states [N, H, V, K].
+    """
+    errors = numbers[f"{through}/chunk_{op}"]
     assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
     assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
 

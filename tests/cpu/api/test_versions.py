@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,26 +14,10 @@ import tfla_tk.backends
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm_decode
 
+from .decode_calls import draw_for
+
 STATE = ("c", "n", "m")
 FUNCTIONS = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")
-
-Draw = Callable[[str], dict[str, Any]]
-
-
-@pytest.fixture
-def draw() -> Draw:
-    """The arguments of one of FUNCTIONS: two heads, dims 16/32, three tokens for the sequences."""
-
-    def draw(function: str) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(0)
-        tokens, gates = ((), (1,)) if "step" in function else ((3,), (3,))
-        shapes = {"q": (*tokens, 16), "k": (*tokens, 16), "v": (*tokens, 32), "i": gates, "f": gates}
-        shapes |= {"c": (16, 32), "n": (16,), "m": (1,)}
-        if "siging" in function:
-            del shapes["m"]
-        return {name: torch.randn(2, 2, *shape, generator=generator) for name, shape in shapes.items()}
-
-    return draw
 
 
 @pytest.fixture
@@ -42,24 +25,19 @@ def kernels(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that write the state at its address, which autograd cannot see; what was called."""
     called: list[str] = []
 
-    def in_place(name: str) -> Callable[..., Tensor]:
-        def kernel(*args: Any) -> Tensor:
-            called.append(name)
-            state = args[5:8]
-            results = [None if x is None else x.clone() for x in state]
-            h = mlstm_decode.in_place_on_cpu(*args[:5], *results, *args[8:])
-            for target, result in zip(state, results, strict=True):
-                if target is not None:
-                    assert target.is_contiguous()
-                    ctypes.memmove(target.data_ptr(), result.data_ptr(), result.nbytes)
-            return h
-
-        return kernel
+    def in_place(*args: Any) -> Tensor:
+        called.append("step" if args[0].dim() == 3 else "sequence")
+        state = args[5:8]
+        results = [None if x is None else x.clone() for x in state]
+        h = mlstm_decode.in_place_on_cpu(*args[:5], *results, *args[8:])
+        for target, result in zip(state, results, strict=True):
+            if target is not None:
+                assert target.is_contiguous()
+                ctypes.memmove(target.data_ptr(), result.data_ptr(), result.nbytes)
+        return h
 
     fake_tk.verdict = tfla_tk.Support(True)
-    for name in ("step", "sequence"):
-        module = getattr(fake_tk, name)
-        monkeypatch.setattr(module, f"mlstm_{name}_", in_place(name))
+    monkeypatch.setattr(fake_tk.decoding, "in_place", in_place)
     return called
 
 
@@ -73,10 +51,10 @@ def saved_by_autograd(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", ["tk", "reference"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_saved_state_that_was_overwritten(
-    function: str, backend: str, inference: bool, draw: Draw, kernels: list[str]
+    function: str, backend: str, inference: bool, kernels: list[str]
 ) -> None:
     """Every part, whatever mode the step ran in; the values are those of a step with a new state."""
-    inputs = draw(function)
+    inputs = draw_for(function)
     step = getattr(tfla_tk, function)
     state = [name for name in STATE if name in inputs]
     _, expected = step(**{name: x.clone() for name, x in inputs.items()}, backend="reference")
@@ -93,9 +71,9 @@ def test_a_saved_state_that_was_overwritten(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_op_counts_versions_itself(function: str, draw: Draw) -> None:
+def test_the_op_counts_versions_itself(function: str) -> None:
     """Whatever its implementation writes: on the meta device it writes nothing."""
-    inputs = {name: x.to("meta") for name, x in draw(function).items()}
+    inputs = {name: x.to("meta") for name, x in draw_for(function).items()}
     name = "mlstm_step_" if "step" in function else "mlstm_sequence_"
     sigmoid_gate = "m" not in inputs
     state = [inputs[part] for part in STATE if part in inputs]
@@ -108,12 +86,12 @@ def test_the_op_counts_versions_itself(function: str, draw: Draw) -> None:
 @pytest.mark.parametrize("through_the_op", [False, True])
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "siging" in name])
 def test_what_is_not_written_keeps_its_version(
-    function: str, through_the_op: bool, draw: Draw, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+    function: str, through_the_op: bool, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n without normaliser, and everything where a new state is returned."""
     if through_the_op:
         monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
-    inputs = draw(function)
+    inputs = draw_for(function)
     step = getattr(tfla_tk, function)
     losses = {name: saved_by_autograd(inputs[name]) for name in inputs}
     step(**inputs, normalize=False, backend="tk")
@@ -126,10 +104,10 @@ def test_what_is_not_written_keeps_its_version(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_state_of_inference_mode(function: str, draw: Draw, kernels: list[str]) -> None:
+def test_a_state_of_inference_mode(function: str, kernels: list[str]) -> None:
     """It has no version, and needs none."""
     with torch.inference_mode():
-        inputs = draw(function)
+        inputs = draw_for(function)
         before = inputs["c"].clone()
         getattr(tfla_tk, function)(**inputs, inplace=True, backend="tk")
         assert kernels and not torch.equal(inputs["c"], before)
@@ -137,9 +115,9 @@ def test_a_state_of_inference_mode(function: str, draw: Draw, kernels: list[str]
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_compiled_step(function: str, backend: str, draw: Draw, kernels: list[str]) -> None:
+def test_a_compiled_step(function: str, backend: str, kernels: list[str]) -> None:
     torch._dynamo.reset()
-    inputs = draw(function)
+    inputs = draw_for(function)
     losses = [saved_by_autograd(inputs[name]) for name in STATE if name in inputs]
     step = getattr(tfla_tk, function)
     compiled = torch.compile(

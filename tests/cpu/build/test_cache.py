@@ -254,15 +254,13 @@ def test_a_cache_that_does_not_exist_can_be_made(isolated_environment: Path) -> 
     assert not isolated_environment.exists()
 
 
-def test_a_file_in_place_of_the_cache(isolated_environment: Path) -> None:
-    isolated_environment.write_text("")
-    with pytest.raises(BuildError, match=r"cannot be used: .*the cache is not a directory") as caught:
-        cache.check_cache()
-    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
-
-
-def test_a_broken_link_in_place_of_the_cache(isolated_environment: Path) -> None:
-    isolated_environment.symlink_to(isolated_environment.with_name("nowhere") / "x")
+@pytest.mark.parametrize(
+    "put", [lambda place: place.touch(), lambda place: place.symlink_to(place.with_name("nowhere") / "x")]
+)
+def test_a_file_or_a_broken_link_in_place_of_the_cache(
+    put: Callable[[Path], None], isolated_environment: Path
+) -> None:
+    put(isolated_environment)
     with pytest.raises(BuildError, match=r"cannot be used: .*the cache is not a directory") as caught:
         cache.check_cache()
     assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy

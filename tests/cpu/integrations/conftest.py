@@ -91,59 +91,39 @@ def tokens() -> Tensor:
     return torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def draw() -> Callable[..., dict[str, Tensor]]:
+def draw(seq: int, dims: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """q, k, v, i, f of a backend module with two heads, as models pass them: [B, S, NH, D] in memory."""
+    generator = torch.Generator().manual_seed(seq)
 
-    def draw(
-        seq: int, dims: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seq)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, seq, 2, *shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(2, seq, 2, *shape, generator=generator, dtype=torch.float64).to(dtype)
-
-        q, k, v = (normal(dim).transpose(1, 2) for dim in (dims[0], *dims))
-        i, f = normal().transpose(1, 2), normal().transpose(1, 2) + 2
-        return {"q": q, "k": k, "v": v, "i": i, "f": f}
-
-    return draw
+    q, k, v = (normal(dim).transpose(1, 2) for dim in (dims[0], *dims))
+    i, f = normal().transpose(1, 2), normal().transpose(1, 2) + 2
+    return {"q": q, "k": k, "v": v, "i": i, "f": f}
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Relative Frobenius error."""
+def relative_error(found: Any, truth: Any) -> float:
+    """Relative Frobenius error, of several tensors the largest."""
+    if not isinstance(truth, Tensor):
+        return max(relative_error(*pair) for pair in zip(found, truth, strict=True))
     assert found.shape == truth.shape
     return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
-@pytest.fixture
-def rel_err() -> Callable[[Tensor, Tensor], float]:
-    return relative_error
-
-
-@pytest.fixture
-def gradients() -> Callable[..., dict[str, Tensor]]:
+def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """The gradients of every parameter, after `loss(model)`."""
-
-    def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-        model.train()
-        model.zero_grad()
-        loss(model).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    return gradients
+    model.train()
+    model.zero_grad()
+    loss(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def assert_same_gradients() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
+def assert_same_gradients(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
     """Every gradient is there, not zero, and agrees."""
-
-    def check(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-        assert found.keys() == truth.keys() and found
-        errors = {name: relative_error(x, truth[name]) for name, x in found.items()}
-        assert not {name: error for name, error in errors.items() if not error <= 2e-4}
-
-    return check
+    assert found.keys() == truth.keys() and found
+    errors = {name: relative_error(x, truth[name]) for name, x in found.items()}
+    assert not {name: error for name, error in errors.items() if not error <= 2e-4}
 
 
 @pytest.fixture(params=["named", "switched"])
@@ -159,12 +139,6 @@ def switched(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
         return model
 
     return build
-
-
-@pytest.fixture
-def ours_siging() -> dict[str, str]:
-    """Kernel names of a model with sigmoid input gate."""
-    return OURS_SIGING
 
 
 @pytest.fixture
@@ -209,7 +183,7 @@ def sequence_calls(
             monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
     on_a_gpu("supports_mlstm_sequence")
     on_cpu = mlstm_decode.on_cpu, mlstm_decode.in_place_on_cpu
-    monkeypatch.setattr(mlstm_decode.sequence, "_kernels", lambda: on_cpu)
+    monkeypatch.setattr(mlstm_decode, "_kernels", lambda: on_cpu)
     decode._step.plans.clear()
     decode._sequence.plans.clear()
     yield found

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.integrations import xlstm
 
+from .conftest import OURS_SIGING, draw, relative_error
+
 Make = Callable[..., nn.Module]
-Draw = Callable[..., dict[str, Tensor]]
 Switched = Callable[..., nn.Module]
-RelErr = Callable[[Tensor, Tensor], float]
 
 
 def truth(inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -28,35 +28,33 @@ def truth(inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, tuple[Tens
 
 
 @pytest.mark.parametrize("seq", [64, 37])
-def test_training(make_backend: Make, switched: Switched, draw: Draw, rel_err: RelErr, seq: int) -> None:
+def test_training(make_backend: Make, switched: Switched, seq: int) -> None:
     """Also at lengths that are no multiple of the chunk, where the native kernels raise."""
     inputs = draw(seq)
     module = switched(make_backend)
     expected, state = truth(inputs)
     h, last = module(**inputs)
-    assert rel_err(h, expected) < 1e-5
-    for found, want in zip(last, state, strict=True):
-        assert rel_err(found, want) < 1e-5
+    assert relative_error(h, expected) < 1e-5
+    assert relative_error(last, state) < 1e-5
     assert torch.equal(module(**inputs, return_last_states=False), h)
 
 
-def test_training_with_padding(make_backend: Make, switched: Switched, draw: Draw, rel_err: RelErr) -> None:
+def test_training_with_padding(make_backend: Make, switched: Switched) -> None:
     inputs = draw(37)
     module = switched(make_backend, mode="train_with_padding", return_last_states=False)
-    assert rel_err(module(**inputs), truth(inputs)[0]) < 1e-5
+    assert relative_error(module(**inputs), truth(inputs)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("seq", [1, 2, 15, 64, 100])
-def test_inference(make_backend: Make, switched: Switched, draw: Draw, rel_err: RelErr, seq: int) -> None:
+def test_inference(make_backend: Make, switched: Switched, seq: int) -> None:
     inputs = draw(seq)
     module = switched(make_backend, mode="inference")
     expected, state = truth(inputs)
     h, last = module(**inputs)
-    assert h.shape == expected.shape and rel_err(h, expected) < 1e-5
-    for found, want in zip(last, state, strict=True):
-        assert rel_err(found, want) < 1e-5
+    assert h.shape == expected.shape and relative_error(h, expected) < 1e-5
+    assert relative_error(last, state) < 1e-5
     with xlstm.replaced(module, backend="reference:parallel"):
-        assert rel_err(module(**inputs)[0], expected) < 1e-5
+        assert relative_error(module(**inputs)[0], expected) < 1e-5
 
 
 def run_in_pieces(module: nn.Module, inputs: dict[str, Tensor], pieces: list[int]) -> tuple[Tensor, Any]:
@@ -72,67 +70,48 @@ def run_in_pieces(module: nn.Module, inputs: dict[str, Tensor], pieces: list[int
 
 
 @pytest.mark.parametrize("pieces", [[40, 1, 1, 22], [1, 1, 62], [17, 30, 17]])
-def test_pieces_equal_one_pass(
-    make_backend: Make, switched: Switched, draw: Draw, rel_err: RelErr, pieces: list[int]
-) -> None:
+def test_pieces_equal_one_pass(make_backend: Make, switched: Switched, pieces: list[int]) -> None:
     inputs = draw(64)
     expected, state = truth(inputs)
     h, last = run_in_pieces(switched(make_backend), inputs, pieces)
-    assert rel_err(h, expected) < 1e-5
-    for found, want in zip(last, state, strict=True):
-        assert rel_err(found, want) < 1e-5
+    assert relative_error(h, expected) < 1e-5
+    assert relative_error(last, state) < 1e-5
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("pieces", [[64], [37, 27], [30, 1, 1, 32]])
-def test_sigmoid_gate(
-    make_backend: Make,
-    ours_siging: dict[str, str],
-    draw: Draw,
-    rel_err: RelErr,
-    normalize: bool,
-    pieces: list[int],
-) -> None:
+def test_sigmoid_gate(make_backend: Make, normalize: bool, pieces: list[int]) -> None:
     """mlstm_kernels raises in inference, drops normalize_siging there and has no step for this gate."""
     xlstm.register()
     inputs = draw(64)
     expected, (c, _) = truth(inputs, normalize=normalize)
-    named = make_backend(**ours_siging, normalize_siging=normalize)
+    named = make_backend(**OURS_SIGING, normalize_siging=normalize)
     # the step kernel of the default configuration, which is for the other gate, is not taken
     other = make_backend(
-        **ours_siging | {"step_kernel": "native"}, normalize_siging=normalize, mode="inference"
+        **OURS_SIGING | {"step_kernel": "native"}, normalize_siging=normalize, mode="inference"
     )
     for module in (named, other):
         h, (c_last, _, m) = run_in_pieces(module, inputs, pieces)
-        assert rel_err(h, expected) < 1e-5 and rel_err(c_last, c) < 1e-5
+        assert relative_error(h, expected) < 1e-5 and relative_error(c_last, c) < 1e-5
         assert m.shape == (2, 2, 1) and not m.any()
-        assert rel_err(module(**inputs, mode="train")[0], expected) < 1e-5
+        assert relative_error(module(**inputs, mode="train")[0], expected) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["exp", "sig"])
-def test_pieces_of_a_few_tokens(
-    make_backend: Make,
-    ours_siging: dict[str, str],
-    draw: Draw,
-    rel_err: RelErr,
-    sequence_calls: list[tuple[str, str]],
-    gate: str,
-) -> None:
+def test_pieces_of_a_few_tokens(make_backend: Make, sequence_calls: list[tuple[str, str]], gate: str) -> None:
     """The first goes through the chunkwise function, those that go on from its state do not."""
     xlstm.register()
     inputs = draw(37)
-    fields = ours_siging if gate == "sig" else {"chunkwise_kernel": "chunkwise--tfla_tk"}
+    fields = OURS_SIGING if gate == "sig" else {"chunkwise_kernel": "chunkwise--tfla_tk"}
     expected, (c, *_) = truth(inputs, **({"normalize": True} if gate == "sig" else {}))
     h, last = run_in_pieces(make_backend(**fields), inputs, [13, 4, 4, 16])
     assert [name.rpartition("_")[2] for name, _ in sequence_calls] == ["chunkwise", *["sequence"] * 3]
-    assert rel_err(h, expected) < 1e-5 and rel_err(last[0], c) < 1e-5
+    assert relative_error(h, expected) < 1e-5 and relative_error(last[0], c) < 1e-5
     assert {x.dtype for x in last} == {torch.float32} and last[2].shape == (2, 2, 1)
 
 
-def test_pieces_of_a_few_tokens_compiled(
-    make_backend: Make, draw: Draw, sequence_calls: list[tuple[str, str]]
-) -> None:
+def test_pieces_of_a_few_tokens_compiled(make_backend: Make, sequence_calls: list[tuple[str, str]]) -> None:
     """One graph."""
     module = make_backend(mode="inference")
     xlstm.replace(module)
@@ -154,24 +133,24 @@ def test_configured_step_is_kept(make_backend: Make) -> None:
     assert module._inference_fn.keywords["one_token"].func is xlstm.original("native")
 
 
-def test_step_alone(make_backend: Make, draw: Draw, rel_err: RelErr) -> None:
+def test_step_alone(make_backend: Make) -> None:
     """The step kernel by name, under mlstm_kernels' own wrapper."""
     xlstm.register()
     inputs = draw(66)
     h, _ = run_in_pieces(make_backend(step_kernel="tfla_tk"), inputs, [64, 1, 1])
-    assert rel_err(h, truth(inputs)[0]) < 1e-5
+    assert relative_error(h, truth(inputs)[0]) < 1e-5
 
 
-def test_state_dtype(make_backend: Make, switched: Switched, draw: Draw, rel_err: RelErr) -> None:
+def test_state_dtype(make_backend: Make, switched: Switched) -> None:
     module = switched(make_backend, mode="inference", inference_state_dtype="bfloat16")
     inputs = draw(40)
     expected, _ = truth(inputs)
     h, state = run_in_pieces(module, inputs, [20, 1, 19])
     assert {x.dtype for x in state} == {torch.bfloat16} and h.dtype == torch.float32
-    assert rel_err(h, expected) < 2e-2
+    assert relative_error(h, expected) < 2e-2
     exact = draw(40, dtype=torch.float64)
     h, state = switched(make_backend)(**exact, mode="inference")
-    assert {x.dtype for x in state} == {torch.float64} and rel_err(h, truth(exact)[0]) < 1e-12
+    assert {x.dtype for x in state} == {torch.float64} and relative_error(h, truth(exact)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
@@ -200,22 +179,22 @@ def test_contexts_of_a_module_nest(make_backend: Make) -> None:
     assert vars(module) == own
 
 
-def test_parallel_kernels_can_be_switched(make_backend: Make, draw: Draw, rel_err: RelErr) -> None:
+def test_parallel_kernels_can_be_switched(make_backend: Make) -> None:
     fields = {"chunkwise_kernel": "parallel--native_stablef_autograd", "return_last_states": False}
     module, inputs = make_backend(**fields), draw(64)
     before = module(**inputs)
     with xlstm.replaced(module):
-        assert rel_err(module(**inputs), before) < 1e-5
+        assert relative_error(module(**inputs), before) < 1e-5
 
 
 @pytest.mark.slow
-def test_compiled_module(make_backend: Make, draw: Draw, rel_err: RelErr) -> None:
+def test_compiled_module(make_backend: Make) -> None:
     """One graph in training, and a new one after the switch."""
     module, inputs = make_backend(return_last_states=False), draw(64)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     expected = truth(inputs)[0]
     xlstm.replace(module)
-    assert rel_err(compiled(**inputs), expected) < 1e-5
+    assert relative_error(compiled(**inputs), expected) < 1e-5
     with torch.no_grad():
         xlstm.restore(module)
-        assert rel_err(compiled(**inputs), expected) < 1e-5
+        assert relative_error(compiled(**inputs), expected) < 1e-5

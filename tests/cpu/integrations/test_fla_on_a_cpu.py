@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tfla_tk
 from tfla_tk import reference
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import draw_scalar_decay, own
+from .fla_calls import draw_call, draw_scalar_decay, own
 
 pytestmark = [
     pytest.mark.usefixtures("restored"),
@@ -93,16 +94,16 @@ def test_flags_by_position(accelerated: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_calls_have_no_graph_break(accelerated: list[str]) -> None:
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "chunk_gated_delta_rule"])
+def test_compiled_calls_have_no_graph_break(name: str, accelerated: list[str]) -> None:
     """fla's own function is kept out of torch.compile; what is in its place is not."""
-    function, x = own("chunk_simple_gla"), draw_scalar_decay()
-    q = x["q"].clone().requires_grad_()
-    # with a keyword that fla ignores
-    compiled = torch.compile(
-        lambda q: function(q, x["k"], x["v"], x["g"], something=1), backend="aot_eager", fullgraph=True
-    )
+    function, x = own(name), draw_call(name)
+    ignored = {"something": 1} if name == "chunk_simple_gla" else {}  # by fla
+    q = x.pop("q").requires_grad_()
+    compiled = torch.compile(lambda q: function(q, **x, **ignored), backend="aot_eager", fullgraph=True)
     o, _ = compiled(q)
     o.sum().backward()
-    torch.testing.assert_close(o, reference.simple_gla_recurrent(q, x["k"], x["v"], x["g"])[0])
+    expected, _ = getattr(tfla_tk, name)(q, **x, backend="reference:recurrent")
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
     assert q.grad is not None
     torch._dynamo.reset()

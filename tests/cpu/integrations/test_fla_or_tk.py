@@ -1,4 +1,4 @@
-"""Which calls with a scalar decay the kernels serve, and which go to fla's own function, with the reason."""
+"""Which calls of fla's functions the kernels serve, and which go to fla's own function, with the reason."""
 
 from __future__ import annotations
 
@@ -8,131 +8,195 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tfla_tk import reference, simple_gla
+import tfla_tk
+from tfla_tk import delta_rule, gla, simple_gla
+from tfla_tk.backends.reference import linear as reference_backend
 from tfla_tk.backends.tk import linear as tk_linear
-from tfla_tk.backends.triton import fla, installation
+from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import SCALAR_DECAY, draw_scalar_decay, own
+from .fla_calls import CHUNKWISE, draw_call, draw_scalar_decay, own
 
 pytestmark = [
     pytest.mark.usefixtures("restored"),
     pytest.mark.filterwarnings("ignore:Triton is not supported"),
 ]
 
+GATED = "chunk_gated_delta_rule"
+# where the functions of each family end in fla
+ENDS = {
+    "simple_gla": ("fla.ops.simple_gla.chunk", "ChunkSimpleGLAFunction"),
+    "gla": ("fla.ops.gla.chunk", "ChunkGLAFunction"),
+    "delta_rule": ("fla.ops.delta_rule.chunk", "ChunkDeltaRuleFunction"),
+    "gated_delta_rule": ("fla.ops.gated_delta_rule.chunk", "ChunkGatedDeltaRuleFunction"),
+}
+FLA_S = ("fla's", None)  # what fla's own functions return here
+REFUSED = Support(False, "head dims are K = 272, V = 32", "use fewer")
 
-class Own:
-    """In the place of the autograd function that fla's functions end in: the reference, and how often."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+def forget_plans() -> None:
+    for family in (simple_gla, gla, delta_rule):
+        family._path.plans.clear()
 
-    def apply(self, q: Tensor, k: Tensor, v: Tensor, g: Any, g_gamma: Any, scale: float, *rest: Any) -> Any:
-        self.calls += 1
-        initial_state, output_final_state, state_v_first, cu_seqlens, _, _ = rest
-        return reference.simple_gla_recurrent(
-            q, k, v, g, g_gamma, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state, state_v_first=state_v_first,
-        )  # fmt: skip
+
+class Machine:
+    """One on which both can run: the tk backend as far as it says so, computed by the reference; fla.
+
+    Attributes:
+        own_calls: of fla's own functions.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.own_calls = monkeypatch, 0
+        monkeypatch.setattr(installation, "INTERPRETED", True)
+        monkeypatch.setattr(tk_linear, "load", lambda *args: SUPPORTED)
+        for family in ("simple_gla", "gla", "delta_rule"):
+            monkeypatch.setattr(tk_linear, family, self._computed_by(family))
+            monkeypatch.setattr(tk_linear, f"prepare_{family}", lambda *args: None)
+        for module, name in ENDS.values():
+            monkeypatch.setattr(getattr(importlib.import_module(module), name), "apply", self._own)
+
+    def _computed_by(self, family: str) -> Callable[..., Any]:
+        compute = getattr(reference_backend, family)
+        return lambda call, variant, *tensors: compute(call, None, *tensors)
+
+    def _own(self, *args: Any) -> Any:
+        self.own_calls += 1
+        return FLA_S
+
+    def say(self, verdict: Support) -> None:
+        """What the tk backend says of every call from now on."""
+        forget_plans()
+        for family in ("simple_gla", "gla", "delta_rule"):
+            self.patch.setattr(tk_linear, f"supports_{family}", lambda call, variant=None: verdict)
 
 
 @pytest.fixture
-def runs_fla(monkeypatch: pytest.MonkeyPatch) -> Own:
-    """fla's own functions can run here, down to `Own`."""
-    module = importlib.import_module("fla.ops.simple_gla.chunk")
-    stand_in = Own()
-    monkeypatch.setattr(module, "ChunkSimpleGLAFunction", stand_in)
-    monkeypatch.setattr(installation, "INTERPRETED", True)
-    return stand_in
+def machine(monkeypatch: pytest.MonkeyPatch, restored: None) -> Machine:
+    found = Machine(monkeypatch)
+    found.say(SUPPORTED)
+    return found
 
 
-@pytest.fixture
-def tk_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Support], None]:
-    """Sets what the tk backend says of every call; the reference computes."""
+@pytest.fixture(params=[*((name, "after") for name in CHUNKWISE), (GATED, "before")], ids="-".join)
+def call(request: pytest.FixtureRequest, machine: Machine) -> Callable[..., Any]:
+    """Calls one of fla's functions: what is in its place, or fla's own as kept from before, which hands over.
 
-    def say(verdict: Support) -> None:
-        monkeypatch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: verdict)
+    The name of the function is the call's `__name__`, what is kept its `taken`.
+    """
+    name, taken = request.param
+    function = own(name)
+    integration.accelerate()
+    function = own(name) if taken == "after" else function
 
-    def compute(call: Any, variant: Any, *tensors: Any) -> Any:
-        from tfla_tk.backends.reference import linear
+    def run(**changed: Any) -> Any:
+        return function(**draw_call(name) | changed)
 
-        return linear.simple_gla(call, None, *tensors)
-
-    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
-    monkeypatch.setattr(tk_linear, "simple_gla", compute)
-    monkeypatch.setattr(tk_linear, "prepare_simple_gla", lambda *args: None)
-    return say
-
-
-def call(name: str, x: dict[str, Tensor], **options: Any) -> Any:
-    layer = {"layer_idx": 1, "num_layers": 4} if name == "chunk_lightning_attn" else {}
-    tensors = {n: t for n, t in x.items() if n != "g" or name == "chunk_simple_gla"}
-    return own(name)(**tensors, **layer, **options)
+    run.__name__, run.taken = name, taken  # type: ignore[attr-defined]
+    return run
 
 
-@pytest.mark.parametrize("name", SCALAR_DECAY)
-def test_the_kernels_serve(
-    name: str, runs_fla: Own, tk_serves: Callable[[Support], None], accelerated: list[str]
-) -> None:
-    tk_serves(SUPPORTED)
-    x = draw_scalar_decay()
-    o, last = call(name, x, output_final_state=True)
-    assert integration.last_path() == integration.Path(name, "tk") and runs_fla.calls == 0
-    integration.restore()
-    expected, expected_last = call(name, x, output_final_state=True)
-    assert runs_fla.calls == 1
-    torch.testing.assert_close(o, expected)
-    torch.testing.assert_close(last, expected_last)
+def served_by(backend: str, call: Any, reason: str = "") -> bool:
+    """Whether the latest call was."""
+    return integration.last_path() == integration.Path(call.__name__, backend, reason)
 
 
-@pytest.mark.parametrize("name", SCALAR_DECAY)
+def test_the_kernels_serve(call: Any, machine: Machine) -> None:
+    found = call(output_final_state=True)
+    assert served_by("tk", call) and machine.own_calls == 0
+    x = draw_call(call.__name__) | {"output_final_state": True, "backend": "reference:recurrent"}
+    expected = getattr(tfla_tk, call.__name__)(**x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_they_cannot_serve_goes_to_fla(
-    name: str,
-    runs_fla: Own,
-    tk_serves: Callable[[Support], None],
-    accelerated: list[str],
-    caplog: pytest.LogCaptureFixture,
+    call: Any, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the reason, told once; fla's retention calls fla's simple GLA then, not what is in its place."""
-    tk_serves(Support(False, "head dims are K = 272, V = 32", "use fewer"))
-    x = draw_scalar_decay()
-    for _ in range(2):
-        o, _ = call(name, x)
-    assert integration.last_path() == integration.Path(name, "fla", "head dims are K = 272, V = 32")
-    assert runs_fla.calls == 2
-    assert [r.message for r in caplog.records] == [f"{name} is served by fla: head dims are K = 272, V = 32"]
-    integration.restore()
-    torch.testing.assert_close(o, call(name, x)[0])
+    machine.say(REFUSED)
+    if call.__name__ == "chunk_delta_rule":  # of which fla takes no fp32
+        half = {name: t.half() for name, t in draw_call("chunk_delta_rule").items() if torch.is_tensor(t)}
+        results = [call(**half) for _ in range(2)]
+    else:
+        results = [call() for _ in range(2)]
+    assert results == [FLA_S] * 2 and machine.own_calls == 2
+    assert served_by("fla", call, REFUSED.reason)
+    told = [r.message for r in caplog.records if r.name == "tfla_tk"]
+    assert told == [f"{call.__name__} is served by fla: {REFUSED.reason}"]
 
 
-def test_a_refusal_is_remembered(
-    runs_fla: Own,
-    tk_serves: Callable[[Support], None],
-    accelerated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["{}", "prepare_{}"])
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
+def test_an_error_of_ours_is_raised(
+    call: Any, error: type[Exception], place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By a launch and by what prepares it, once the arguments are checked; the next call is served. fla's
+    dispatch takes whatever is raised while it asks for a refusal."""
+
+    def fail(*args: Any) -> Any:
+        raise error("ours")
+
+    with monkeypatch.context() as patch:
+        for family in ("simple_gla", "gla", "delta_rule"):
+            patch.setattr(tk_linear, place.format(family), fail)
+        for _ in range(2):
+            with pytest.raises(error, match="ours"):
+                call()
+    forget_plans()
+    call()
+    assert served_by("tk", call) and machine.own_calls == 0
+
+
+def test_calls_that_raise_leave_the_last_path(
+    call: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the kernels take, and those that go to fla; there and on a CPU. What goes back to fla's own
+    dispatch is not seen to return."""
+    call()
+    assert served_by("tk", call)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    forget_plans()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        for family in ("simple_gla", "gla", "delta_rule"):
+            patch.setattr(tk_linear, family, fail)
+        call()
+    assert served_by("tk", call)
+    machine.say(REFUSED)
+    with monkeypatch.context() as patch, pytest.raises((RuntimeError, AssertionError)):
+        for module, name in ENDS.values():
+            patch.setattr(getattr(importlib.import_module(module), name), "apply", fail)
+        call()
+    after = ("fla", REFUSED.reason) if call.taken == "before" else ("tk", "")
+    assert served_by(after[0], call, after[1])
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    with pytest.raises(TypeError, match="v: expected"):
+        call(v=draw_call(call.__name__)["v"].long())
+    assert served_by(after[0], call, after[1])
+
+
+def test_a_refusal_is_remembered(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """For calls that are alike; those of another kind are checked, and served if they can be."""
-    checked: list[tuple[Any, ...]] = []
+    checked: list[Any] = []
 
     def supports(call: Any, variant: str | None = None) -> Support:
-        checked.append((call.seq, call.requires_grad, call.dtype, call.scale))
+        checked.append(call)
         return Support(call.requires_grad or call.seq == 30, "for a reason", "none")
 
+    integration.accelerate()
     monkeypatch.setattr(tk_linear, "supports_simple_gla", supports)
-    x, own_calls = draw_scalar_decay(), 0
+    x = draw_scalar_decay()
 
     def expect(backend: str, checks: int, **options: Any) -> None:
-        nonlocal own_calls
-        before = len(checked)
-        o, _ = call("chunk_simple_gla", x, **options)
-        own_calls += backend == "fla"
-        assert (integration.last_path().backend, len(checked) - before) == (backend, checks)
-        assert runs_fla.calls == own_calls
-        assert integration.last_path().reason == ("for a reason" if backend == "fla" else "")
-        torch.testing.assert_close(o, reference.simple_gla_recurrent(**x, **options)[0], check_dtype=False)
+        before = len(checked), machine.own_calls
+        own("chunk_simple_gla")(**x, **options)
+        path = integration.last_path()
+        assert path == integration.Path("chunk_simple_gla", backend, "for a reason" * (backend == "fla"))
+        assert (len(checked), machine.own_calls) == (before[0] + checks, before[1] + (backend == "fla"))
 
     expect("fla", 1)
     x = {n: t.clone() for n, t in x.items()}
@@ -149,101 +213,86 @@ def test_a_refusal_is_remembered(
     expect("tk", 1)
     x = draw_scalar_decay(seq=20)
     expect("fla", 1)
-    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(integration, "_record", lambda *args: None)
+    with torch.autocast("cpu", torch.bfloat16):
         before = len(checked)
-        call("chunk_simple_gla", x)
-        own_calls += 1
+        own("chunk_simple_gla")(**x)
         assert len(checked) == before + 1
     integration.restore()
     integration.accelerate()
     expect("fla", 1)
 
 
-def test_what_could_not_be_built_is_tried_again(
-    runs_fla: Own, tk_serves: Callable[[Support], None], accelerated: list[str]
-) -> None:
-    x = draw_scalar_decay()
+def test_what_could_not_be_built_is_tried_again(call: Any, machine: Machine) -> None:
+    if call.__name__ == "chunk_delta_rule":
+        pytest.skip("fla takes no fp32")
+    # without `say`, which forgets plans
     for verdict, backend in ((Support(False, "the disk is full", failed=True), "fla"), (SUPPORTED, "tk")):
-        tk_serves(verdict)
-        call("chunk_simple_gla", x)
-        assert integration.last_path().backend == backend
-
-
-@pytest.mark.parametrize("place", ["simple_gla", "prepare_simple_gla"])
-@pytest.mark.parametrize("error", [TypeError, ValueError])
-@pytest.mark.parametrize("name", SCALAR_DECAY)
-def test_an_error_of_ours_is_raised(
-    name: str,
-    error: type[Exception],
-    place: str,
-    runs_fla: Own,
-    tk_serves: Callable[[Support], None],
-    accelerated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By a launch and by what prepares it, once the arguments are checked; the next call is served."""
-
-    def fail(*args: Any) -> Any:
-        raise error("ours")
-
-    tk_serves(SUPPORTED)
-    x = draw_scalar_decay()
-    with monkeypatch.context() as patch:
-        patch.setattr(tk_linear, place, fail)
-        for _ in range(2):
-            with pytest.raises(error, match="ours"):
-                call(name, x)
-    simple_gla._path.plans.clear()
-    call(name, x)
-    assert integration.last_path() == integration.Path(name, "tk") and runs_fla.calls == 0
+        for family in ("simple_gla", "gla", "delta_rule"):
+            machine.patch.setattr(tk_linear, f"supports_{family}", lambda call, variant=None, v=verdict: v)
+        call()
+        path = integration.last_path()
+        assert path is not None and path.backend == backend
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "change", "error", "message"),
     [
-        ({"g_gamma": torch.zeros(2)}, "g_gamma: expected None where g is given"),
-        ({"cu_seqlens": torch.tensor([0, 4.0])}, "cu_seqlens: expected dtype int32 or int64"),
+        (GATED, {"chunk_size": 48}, ValueError, "must be 16, 32, or 64 for Gated Delta Rule, got 48"),
+        (GATED, {"A_log": None}, AssertionError, "A_log must be provided"),
+        ("chunk_simple_gla", {"cu_seqlens": torch.tensor([0, 4.0])}, ValueError, "batch size is expected"),
     ],
-)  # fmt: skip
-def test_arguments_that_fla_lets_pass(
-    change: dict[str, Any],
-    reason: str,
-    runs_fla: Own,
-    tk_serves: Callable[[Support], None],
-    accelerated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+)
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_fla_says_what_is_wrong_with_an_argument(
+    name: str, change: dict[str, Any], error: type[Exception], message: str, taken: str, machine: Machine
 ) -> None:
-    """Those that this package refuses are fla's to judge; the log has the reason, whatever fla says."""
-    tk_serves(SUPPORTED)
-    monkeypatch.setattr(runs_fla, "apply", lambda *args: ("fla's", None))
-    if "cu_seqlens" in change:
-        # fla wants a batch of one
-        with pytest.raises(ValueError, match="batch size is expected to be 1"):
-            call("chunk_simple_gla", draw_scalar_decay(), **change)
-        assert integration.last_path() is None
-    else:
-        assert call("chunk_simple_gla", draw_scalar_decay(), **change)[0] == "fla's"
-        path = integration.last_path()
-        assert path.backend == "fla" and reason in path.reason
+    function = own(name)
+    integration.accelerate()
+    with pytest.raises(error, match=message):
+        (own(name) if taken == "after" else function)(**draw_call(name) | change)
+    assert taken == "before" or integration.last_path() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        (GATED, {"beta": torch.ones(2, 70, 4, dtype=torch.long)}, "beta: expected dtype"),
+        ("chunk_simple_gla", {"g_gamma": torch.zeros(2)}, "g_gamma: expected None where g is given"),
+    ],
+)
+def test_arguments_that_fla_lets_pass(
+    name: str, change: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that this package refuses are fla's to judge; the log has the reason."""
+    integration.accelerate()
+    assert own(name)(**draw_call(name) | change) == FLA_S
+    path = integration.last_path()
+    assert path is not None and path.backend == "fla" and reason in path.reason
     assert [reason in record.message for record in caplog.records] == [True]
 
 
-def test_the_triton_backend_is_fla_itself(
-    runs_fla: Own,
-    tk_serves: Callable[[Support], None],
-    accelerated: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """backend="triton" calls fla's own function, whatever is in its place."""
-    import tfla_tk
+def test_within_fla_its_own_functions_are_called(call: Any, machine: Machine) -> None:
+    if call.__name__ == "chunk_delta_rule":
+        pytest.skip("fla takes no fp32")
+    with fla_own.on_its_own():
+        assert call() == FLA_S
 
-    tk_serves(SUPPORTED)
+
+def test_flags_of_the_delta_rule_that_are_no_bools(machine: Machine) -> None:
+    """fla asks no more of a flag than that it is true or not."""
+    x = {name: t.half() for name, t in draw_call("chunk_delta_rule").items() if torch.is_tensor(t)}
+    integration.accelerate()
+    o, last = own("chunk_delta_rule")(**x, use_qk_l2norm_in_kernel=1, output_final_state=None)
+    assert last is None and integration.last_path() == integration.Path("chunk_delta_rule", "tk")
+    expected, _ = tfla_tk.chunk_delta_rule(**x, use_qk_l2norm_in_kernel=True, backend="reference:recurrent")
+    torch.testing.assert_close(o, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_triton_backend_is_fla_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="triton" calls fla's own function, whatever is in its place."""
+    integration.accelerate()
     monkeypatch.setattr(fla, "FLA_MISSING", None)
     x = draw_scalar_decay()
-    o, _ = tfla_tk.chunk_simple_gla(**x, backend="triton")
-    assert runs_fla.calls == 1
-    torch.testing.assert_close(o, reference.simple_gla_recurrent(**x)[0])
-    o, _ = fla.fla_op("chunk_retention", *(x[n] for n in "qkv"))
-    assert runs_fla.calls == 2
+    tfla_tk.chunk_simple_gla(**x, backend="triton")
+    fla.fla_op("chunk_retention", *(x[n] for n in "qkv"))
+    assert machine.own_calls == 2

@@ -15,8 +15,7 @@ from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_step
 from tfla_tk.backends.tk import device
 from tfla_tk.integrations.xlstm import kernels
 
-Draw = Callable[..., dict[str, Tensor]]
-RelErr = Callable[[Tensor, Tensor], float]
+from .conftest import draw, relative_error
 
 SIGNATURES = [
     ("chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk", kernels.chunkwise),
@@ -38,7 +37,7 @@ def test_signatures(mlstm_kernels: Any, module: str, name: str, ours: Callable[.
     assert names[:positional] == own[:positional]
 
 
-def test_tuning_arguments(draw: Draw) -> None:
+def test_tuning_arguments() -> None:
     inputs = draw(40)
     expected = mlstm_chunkwise(**inputs)
     found = kernels.chunkwise(**inputs, chunk_size=24, siz_b_L_loop=32, recompute_states_in_bw=False)
@@ -48,12 +47,12 @@ def test_tuning_arguments(draw: Draw) -> None:
 
 
 @pytest.mark.filterwarnings("error:mlstm_chunkwise. q has")
-def test_nothing_is_told_of_the_layout(draw: Draw) -> None:
+def test_nothing_is_told_of_the_layout() -> None:
     kernels.chunkwise(**draw(1))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_sigmoid_gate_has_three_states(draw: Draw, normalize: bool) -> None:
+def test_sigmoid_gate_has_three_states(normalize: bool) -> None:
     inputs = draw(40)
     h, (c, n, m) = kernels.chunkwise_siging(**inputs, return_last_states=True, normalize=normalize)
     expected, (c_last, n_last) = mlstm_siging_chunkwise(
@@ -74,7 +73,7 @@ def test_sigmoid_gate_has_three_states(draw: Draw, normalize: bool) -> None:
 
 @pytest.mark.parametrize("function", ["chunkwise", "chunkwise_siging", "step", "step_siging"])
 @pytest.mark.parametrize("overwritten", ["initial", "last"])
-def test_states_may_be_overwritten_before_the_backward(draw: Draw, function: str, overwritten: str) -> None:
+def test_states_may_be_overwritten_before_the_backward(function: str, overwritten: str) -> None:
     """Models copy a state over the one before it, in place."""
     step = function.startswith("step")
     inputs = {
@@ -100,7 +99,7 @@ def test_states_may_be_overwritten_before_the_backward(draw: Draw, function: str
         assert torch.equal(found, truth) and truth.any()
 
 
-def test_nothing_is_copied_without_gradients(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw(20)
     _, state = kernels.chunkwise(**inputs, return_last_states=True)
     monkeypatch.setattr(kernels, "_private", None)
@@ -111,7 +110,7 @@ def test_nothing_is_copied_without_gradients(draw: Draw, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("through", ["step", "chunkwise"])
-def test_forgetting_survives_a_16_bit_state(draw: Draw, rel_err: RelErr, through: str) -> None:
+def test_forgetting_survives_a_16_bit_state(through: str) -> None:
     """A decay of 1 % per token, 200 times, m near 8: where m alone is rounded, nothing is ever forgotten."""
     tokens = 200
     inputs = draw(tokens + 1)
@@ -138,33 +137,27 @@ def test_forgetting_survives_a_16_bit_state(draw: Draw, rel_err: RelErr, through
     memory = c_truth * m_truth[..., None].exp()
     found, without = (state[0].double() * state[2].double()[..., None].exp() for state in (stored, rounded))
     assert truth.isfinite().all()
-    assert rel_err(without, memory) > 1.0
-    assert rel_err(found, memory) < 0.2
+    assert relative_error(without, memory) > 1.0
+    assert relative_error(found, memory) < 0.2
 
 
-@pytest.fixture
-def from_a_state(draw: Draw) -> Callable[..., dict[str, Any]]:
+def from_a_state(
+    seq: int, dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None
+) -> dict[str, Any]:
     """Arguments of the chunkwise functions that go on from a state."""
-
-    def make(seq: int, dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        state = (torch.randn(x.shape, generator=generator) for x in _zero_state())
-        kept = [x.to(stored or torch.float32) for x in state]
-        return draw(seq, dtype=dtype) | _initial(kept) | {"return_last_states": True}
-
-    return make
+    generator = torch.Generator().manual_seed(0)
+    state = (torch.randn(x.shape, generator=generator) for x in _zero_state())
+    kept = [x.to(stored or torch.float32) for x in state]
+    return draw(seq, dtype=dtype) | _initial(kept) | {"return_last_states": True}
 
 
-FromAState = Callable[..., dict[str, Any]]
 Calls = list[tuple[str, str]]
 
 
 @pytest.mark.parametrize("function", ["chunkwise", "chunkwise_siging"])
 @pytest.mark.parametrize("backend", ["auto", "tk"])
 @pytest.mark.parametrize("seq", [2, 16])
-def test_a_few_tokens(
-    from_a_state: FromAState, sequence_calls: Calls, function: str, backend: str, seq: int
-) -> None:
+def test_a_few_tokens(sequence_calls: Calls, function: str, backend: str, seq: int) -> None:
     """By the kernel for them; the result is that of the chunkwise one."""
     run, inputs = getattr(kernels, function), from_a_state(seq)
     h, state = run(**inputs, backend=backend)
@@ -187,9 +180,7 @@ def test_a_few_tokens(
         {"c_initial": None, "n_initial": None, "m_initial": None},
     ],
 )
-def test_what_is_left_to_the_chunkwise_kernel(
-    from_a_state: FromAState, sequence_calls: Calls, change: dict[str, Any]
-) -> None:
+def test_what_is_left_to_the_chunkwise_kernel(sequence_calls: Calls, change: dict[str, Any]) -> None:
     """With the backend that was asked for, never by the reference's recurrence."""
     shape = {"seq": 4} | {name: x for name, x in change.items() if name in ("seq", "dtype")}
     options = {name: x for name, x in change.items() if name not in shape}
@@ -199,7 +190,7 @@ def test_what_is_left_to_the_chunkwise_kernel(
     assert sequence_calls == [("mlstm_chunkwise", backend), ("mlstm_siging_chunkwise", backend)]
 
 
-def test_a_few_tokens_with_gradients(from_a_state: FromAState, sequence_calls: Calls) -> None:
+def test_a_few_tokens_with_gradients(sequence_calls: Calls) -> None:
     inputs = from_a_state(4)
     inputs["k"] = inputs["k"].clone().requires_grad_()
     h, _ = kernels.chunkwise(**inputs)
@@ -209,9 +200,7 @@ def test_a_few_tokens_with_gradients(from_a_state: FromAState, sequence_calls: C
     assert [name for name, _ in sequence_calls] == ["mlstm_chunkwise", "mlstm_sequence"]
 
 
-def test_a_few_tokens_where_tk_serves_none(
-    from_a_state: FromAState, sequence_calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_tokens_where_tk_serves_none(sequence_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     kernels.chunkwise(**from_a_state(4))
     assert sequence_calls == [("mlstm_chunkwise", "auto")]
@@ -222,12 +211,7 @@ def test_a_few_tokens_where_tk_serves_none(
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_of_the_state_after_a_few_tokens(
-    from_a_state: FromAState,
-    sequence_calls: Calls,
-    rel_err: RelErr,
-    function: str,
-    stored: torch.dtype,
-    kept: torch.dtype,
+    sequence_calls: Calls, function: str, stored: torch.dtype, kept: torch.dtype
 ) -> None:
     """Those of the chunkwise path; m survives the dtype that the state came in."""
     run, inputs = getattr(kernels, function), from_a_state(4, torch.bfloat16, stored)
@@ -235,15 +219,15 @@ def test_dtypes_of_the_state_after_a_few_tokens(
     expected, last = run(**inputs, dtype_state=kept, backend="reference")
     assert [name.rpartition("_")[2] for name, _ in sequence_calls] == ["sequence", "chunkwise"]
     assert h.dtype == torch.bfloat16 and [x.dtype for x in (c, n, m)] == [x.dtype for x in last] == [kept] * 3
-    assert rel_err(h, expected) < 4e-3
+    assert relative_error(h, expected) < 4e-3
     narrow = stored if stored.itemsize == 2 else kept
     assert torch.equal(m.to(narrow).to(kept), m)
     for found, want in ((c, last[0]), (n[..., None], last[1][..., None])):
         memory, truth = (x.double() * y.double()[..., None].exp() for x, y in ((found, m), (want, last[2])))
-        assert rel_err(memory, truth) < (1e-6 if kept == torch.float32 else 8e-3)
+        assert relative_error(memory, truth) < (1e-6 if kept == torch.float32 else 8e-3)
 
 
-def test_the_normaliser_that_is_not_used(from_a_state: FromAState, sequence_calls: Calls) -> None:
+def test_the_normaliser_that_is_not_used(sequence_calls: Calls) -> None:
     """Zeros, as the chunkwise function returns it; without an initial one there is nothing to hand on."""
     inputs = from_a_state(4)
     _, (_, n, _) = kernels.chunkwise_siging(**inputs, normalize=False)
@@ -252,7 +236,7 @@ def test_the_normaliser_that_is_not_used(from_a_state: FromAState, sequence_call
     assert [name for name, _ in sequence_calls] == ["mlstm_siging_sequence", "mlstm_siging_chunkwise"]
 
 
-def test_a_few_tokens_under_autocast(from_a_state: FromAState, sequence_calls: Calls) -> None:
+def test_a_few_tokens_under_autocast(sequence_calls: Calls) -> None:
     """q, k, v are cast as for the chunkwise function."""
     inputs = from_a_state(4) | {"autocast_kernel_dtype": torch.float16}
     with torch.autocast("cpu", torch.bfloat16):

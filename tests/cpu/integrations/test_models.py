@@ -14,11 +14,10 @@ from tfla_tk import UnsupportedError
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import explain
 
+from .conftest import assert_same_gradients, gradients, relative_error
+
 Make = Callable[..., nn.Module]
 Switched = Callable[..., nn.Module]
-Gradients = Callable[..., dict[str, Tensor]]
-Same = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
-RelErr = Callable[[Tensor, Tensor], float]
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -31,13 +30,7 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", ["train", "inference"])
 @pytest.mark.parametrize("weight_mode", ["single", "fused"])
 def test_large_trains(
-    make_large: Make,
-    switched: Switched,
-    tokens: Tensor,
-    gradients: Gradients,
-    assert_same_gradients: Same,
-    mode: str,
-    weight_mode: str,
+    make_large: Make, switched: Switched, tokens: Tensor, mode: str, weight_mode: str
 ) -> None:
     fields = {"mode": mode, "weight_mode": weight_mode}
 
@@ -50,12 +43,7 @@ def test_large_trains(
 
 @pytest.mark.parametrize("pieces", [[29, 35], [40, 1, 23]])
 def test_large_trains_through_segments(
-    make_large: Make,
-    switched: Switched,
-    tokens: Tensor,
-    gradients: Gradients,
-    assert_same_gradients: Same,
-    pieces: list[int],
+    make_large: Make, switched: Switched, tokens: Tensor, pieces: list[int]
 ) -> None:
     """Full backpropagation through the states, which the model overwrites in place; native kernels raise."""
 
@@ -77,7 +65,7 @@ def test_large_trains_through_segments(
 
 
 @torch.no_grad()
-def test_large_generates(make_large: Make, switched: Switched, tokens: Tensor, rel_err: RelErr) -> None:
+def test_large_generates(make_large: Make, switched: Switched, tokens: Tensor) -> None:
     """As natively, in one go and continued from the state, from prompts of any length."""
     native, model = make_large(mode="inference"), switched(make_large, mode="inference")
     for prompt in (tokens[:, :1], tokens[:, :37]):
@@ -87,14 +75,13 @@ def test_large_generates(make_large: Make, switched: Switched, tokens: Tensor, r
         assert torch.equal(torch.cat([found, rest], dim=1), expected)
     logits, state = native(tokens)
     found, last = model(tokens)
-    assert rel_err(found, logits) < 1e-5
+    assert relative_error(found, logits) < 1e-5
     for layer, (c, n, m) in state.items():
-        for ours, theirs in zip(last[layer], (c, n, m), strict=True):
-            assert rel_err(ours, theirs) < 1e-4
+        assert relative_error(last[layer], (c, n, m)) < 1e-4
 
 
 @torch.no_grad()
-def test_side_by_side(make_large: Make, tokens: Tensor, rel_err: RelErr) -> None:
+def test_side_by_side(make_large: Make, tokens: Tensor) -> None:
     """One model on both sides: the weights are the same objects, the configuration is not touched."""
     model = make_large(mode="inference")
     config, weights = vars(model.config).copy(), dict(model.named_parameters())
@@ -103,7 +90,9 @@ def test_side_by_side(make_large: Make, tokens: Tensor, rel_err: RelErr) -> None
         ours, _ = model(tokens)
         with xlstm.restored(model):
             again, _ = model(tokens)
-    assert torch.equal(again, native) and rel_err(ours, native) < 1e-5 and not torch.equal(ours, native)
+    assert (
+        torch.equal(again, native) and relative_error(ours, native) < 1e-5 and not torch.equal(ours, native)
+    )
     assert vars(model.config) == config
     assert all(weights[name] is p for name, p in model.named_parameters())
 
@@ -173,15 +162,7 @@ def test_which_says_why_a_model_is_not_served(
 
 @pytest.mark.parametrize("mode", ["train", "inference"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_hf_trains(
-    make_hf: Make,
-    switched: Switched,
-    tokens: Tensor,
-    gradients: Gradients,
-    assert_same_gradients: Same,
-    mode: str,
-    use_cache: bool,
-) -> None:
+def test_hf_trains(make_hf: Make, switched: Switched, tokens: Tensor, mode: str, use_cache: bool) -> None:
     """With a cache too, which transformers overwrites in place; native kernels raise then."""
 
     def loss(model: nn.Module, use_cache: bool = use_cache) -> Tensor:
@@ -203,23 +184,14 @@ def in_segments(model: nn.Module, tokens: Tensor, cut: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", [1, 29, 63])
-def test_hf_trains_through_the_cache(
-    make_hf: Make,
-    switched: Switched,
-    tokens: Tensor,
-    gradients: Gradients,
-    assert_same_gradients: Same,
-    cut: int,
-) -> None:
+def test_hf_trains_through_the_cache(make_hf: Make, switched: Switched, tokens: Tensor, cut: int) -> None:
     native = make_hf()
     truth = gradients(native, lambda model: token_loss(model(tokens, use_cache=False).logits, tokens))
     found = gradients(switched(make_hf), lambda model: in_segments(model, tokens, cut))
     assert_same_gradients(found, truth)
 
 
-def test_hf_trains_in_bf16(
-    make_hf: Make, switched: Switched, tokens: Tensor, gradients: Gradients, rel_err: RelErr
-) -> None:
+def test_hf_trains_in_bf16(make_hf: Make, switched: Switched, tokens: Tensor) -> None:
     """bf16 weights and a bf16 cache between segments: as close to the fp32 native path as one bf16 pass."""
 
     def whole(model: nn.Module) -> Tensor:
@@ -233,12 +205,15 @@ def test_hf_trains_in_bf16(
     assert {x.dtype for layer in cache.rnn_state.values() for x in layer} == {torch.bfloat16}
     # the gates' biases have one number per head: too few for a bound on their rounding
     weights = {name: g for name, g in truth.items() if name.endswith("weight")}
-    errors = {name: (rel_err(found[name], g), rel_err(at_once[name], g)) for name, g in weights.items()}
+    errors = {
+        name: (relative_error(found[name], g), relative_error(at_once[name], g))
+        for name, g in weights.items()
+    }
     assert not {name: pair for name, pair in errors.items() if not pair[0] <= 1.5 * pair[1] + 0.02}
 
 
 @torch.no_grad()
-def test_hf_generates(make_hf: Make, switched: Switched, tokens: Tensor, rel_err: RelErr) -> None:
+def test_hf_generates(make_hf: Make, switched: Switched, tokens: Tensor) -> None:
     native, model = make_hf().eval(), switched(make_hf).eval()
     for length in (1, 37):
         options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -251,7 +226,7 @@ def test_hf_generates(make_hf: Make, switched: Switched, tokens: Tensor, rel_err
         out = model(piece, use_cache=True, cache_params=cache)
         cache = out.cache_params
         pieces.append(out.logits)
-    assert rel_err(torch.cat(pieces, dim=1), logits) < 1e-5
+    assert relative_error(torch.cat(pieces, dim=1), logits) < 1e-5
 
 
 @torch.no_grad()
@@ -262,9 +237,7 @@ def test_hf_long_prompts_go_through_in_pieces(make_hf: Make, switched: Switched,
     torch.testing.assert_close(model(tokens, use_cache=True).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_hf_with_gradient_checkpointing(
-    make_hf: Make, switched: Switched, tokens: Tensor, gradients: Gradients, assert_same_gradients: Same
-) -> None:
+def test_hf_with_gradient_checkpointing(make_hf: Make, switched: Switched, tokens: Tensor) -> None:
     def loss(model: nn.Module) -> Tensor:
         return model(tokens, labels=tokens, use_cache=False).loss
 

@@ -21,7 +21,7 @@ from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.backends.tk.delta_rule import inputs as delta_inputs
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
-from tfla_tk.backends.tk.scalar_gate import backward, forward, sequence, step, walks
+from tfla_tk.backends.tk.scalar_gate import backward, decoding, forward, walks
 from tfla_tk.core.support import SUPPORTED
 
 from .delta_rule import DeltaRule
@@ -31,7 +31,7 @@ from .stand_in import Kernels
 
 Tensors = dict[str, Tensor]
 MODULES = (
-    *(forward, backward, walks, step, sequence, gla_call, gla_launch, gla_backward),
+    *(forward, backward, walks, decoding, gla_call, gla_launch, gla_backward),
     *(delta_call, delta_launch, delta_inputs),
 )
 MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch)]

@@ -13,8 +13,7 @@ import torch
 
 import tfla_tk
 from tfla_tk.backends.tk import device
-from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import decoding
 from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import Launcher
 from tfla_tk.build.instances import DECODING, MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, mlstm_sequence
@@ -140,8 +139,8 @@ def test_slices_of_a_head(multiprocessors: int) -> None:
         if dim_v % width:
             continue
         batches, columns = (1, 8, 64, 4096), 8 * max(width, 4)
-        lanes = [tk_step._lanes(heads, dim_v, width, multiprocessors) for heads in batches]
-        warps = [tk_sequence._warps(heads, dim_v, width, multiprocessors) for heads in batches]
+        lanes = [decoding._lanes(heads, dim_v, width, multiprocessors) for heads in batches]
+        warps = [decoding._warps(heads, dim_v, width, multiprocessors) for heads in batches]
         assert lanes == sorted(lanes) and {*lanes} <= {1, 2, 4, 8, 16, 32}
         assert warps == sorted(warps) and {*warps} <= {1, 2}
         for of_slice in (*(count * width for count in lanes), *(count * columns for count in warps)):
@@ -224,7 +223,7 @@ def test_what_the_launcher_of_a_step_refuses(load_once: Callable[[Launcher], Mod
 
 def test_what_the_launcher_of_a_sequence_refuses(load_once: Callable[[Launcher], ModuleType]) -> None:
     module = load_once(DECODING)
-    assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
+    assert module.MAX_COLUMNS >= 8 * 8 * decoding._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
 
     def launch(warps: int = 1, count: int = 8, dim_qk: int = 64) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import decoding
 
 B, NH, K, V = 2, 3, 16, 32
 
 
-@pytest.mark.parametrize(("module", "tokens"), [(tk_step, ()), (tk_sequence, (4,))])
-def test_gates_in_float64(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, tokens: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("tokens", [(), (4,)])
+def test_gates_in_float64(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...]) -> None:
     converted: list[weakref.ref[torch.Tensor]] = []
     addresses: list[int] = []
     alive: list[bool] = []
@@ -36,13 +33,13 @@ def test_gates_in_float64(
         assert all(address in given for address in addresses)
 
     kernels = SimpleNamespace(mlstm_step=launch, mlstm_sequence=launch)
-    monkeypatch.setattr(module.build, "load", lambda *of: kernels)
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(decoding.build, "load", lambda *of: kernels)
+    monkeypatch.setattr(decoding, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decoding, "current_stream", lambda device: 0)
     q, k = (torch.randn(B, NH, *tokens, K) for _ in range(2))
     v = torch.randn(B, NH, *tokens, V)
     gates = [torch.randn(B, NH, *(tokens or (1,)), dtype=torch.float64) for _ in range(2)]
     state = (torch.zeros(B, NH, K, V), torch.zeros(B, NH, K), torch.zeros(B, NH, 1))
     monkeypatch.setattr(torch.Tensor, "float", float_)
-    module._launch(q, k, v, *gates, state, state, False, True, 1e-6, False)
+    decoding._launch(q, k, v, *gates, state, state, False, True, 1e-6, False)
     assert alive == [True, True] and len(set(addresses)) == 2

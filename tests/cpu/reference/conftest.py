@@ -165,31 +165,23 @@ def decaying_operator(request: pytest.FixtureRequest) -> Operator:
     return request.param
 
 
-@pytest.fixture
-def mlstm_inputs() -> Callable[..., tuple[Tensors, Tensors]]:
-    """Draws (q, k, v, i, f) and (c, n, m) in fp64."""
-    return draw_mlstm
-
-
-@pytest.fixture
-def assert_close() -> Callable[..., None]:
-    """Relative Frobenius error of two tensors or dicts of tensors; ``floor`` bounds the norm from below."""
-
-    def check(
-        actual: object, expected: object, tol: float = 1e-10, floor: float = 0.0, name: str = ""
-    ) -> None:
-        if isinstance(expected, dict):
-            assert isinstance(actual, dict) and actual.keys() == expected.keys()
-            for key, value in expected.items():
-                check(actual[key], value, tol, floor, key)
-            return
-        assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
-        assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
-        assert torch.isfinite(actual).all() and torch.isfinite(expected).all(), f"{name}: not finite"
-        norm = max(expected.double().norm().item(), floor)
-        error = (actual.double() - expected.double()).norm().item()
-        assert error <= tol * norm, (
-            f"{name}: relative error {error / norm if norm else float('inf'):.2e} > {tol}"
-        )
-
-    return check
+def assert_close(
+    actual: object, expected: object, tol: float = 1e-10, floor: float = 0.0, name: str = ""
+) -> None:
+    """Relative Frobenius error of tensors, or of groups of them; ``floor`` bounds the norm from below."""
+    if isinstance(expected, dict):
+        assert isinstance(actual, dict) and actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_close(actual[key], value, tol, floor, key)
+        return
+    if isinstance(expected, (list, tuple)):
+        assert isinstance(actual, (list, tuple))
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(one, other, tol, floor, f"{name} {number}")
+        return
+    assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    assert torch.isfinite(actual).all() and torch.isfinite(expected).all(), f"{name}: not finite"
+    norm = max(expected.double().norm().item(), floor)
+    error = (actual.double() - expected.double()).norm().item()
+    assert error <= tol * norm, f"{name}: relative error {error / norm if norm else float('inf'):.2e} > {tol}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from tfla_tk import reference
 
-Check = Callable[..., None]
+from .conftest import assert_close
 
 
 def normal(*shape: int) -> Tensor:
@@ -21,7 +19,7 @@ def normal(*shape: int) -> Tensor:
 # The terms of a chunk
 
 
-def test_terms_of_a_chunk_give_output_and_state(assert_close: Check) -> None:
+def test_terms_of_a_chunk_give_output_and_state() -> None:
     torch.manual_seed(0)
     q, k = normal(1, 2, 20, 8), normalize(normal(1, 2, 20, 8), dim=-1)
     v, g, beta = normal(1, 2, 20, 6), logsigmoid(normal(1, 2, 20)), torch.sigmoid(normal(1, 2, 20))
@@ -37,7 +35,7 @@ def test_terms_of_a_chunk_give_output_and_state(assert_close: Check) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
-def test_l2_norm(scale: float, assert_close: Check) -> None:
+def test_l2_norm(scale: float) -> None:
     """Keys of norm 0 stay 0, and have a gradient."""
     torch.manual_seed(0)
     x = (scale * normal(3, 5, 8)).requires_grad_()
@@ -49,7 +47,7 @@ def test_l2_norm(scale: float, assert_close: Check) -> None:
 
 
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
-def test_writing_strength(allow_neg_eigval: bool, assert_close: Check) -> None:
+def test_writing_strength(allow_neg_eigval: bool) -> None:
     torch.manual_seed(0)
     x = (5 * normal(2, 7, 3)).requires_grad_()
     beta = reference.writing_strength(x, allow_neg_eigval)
@@ -60,7 +58,7 @@ def test_writing_strength(allow_neg_eigval: bool, assert_close: Check) -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_log_decay(with_bias: bool, assert_close: Check) -> None:
+def test_log_decay(with_bias: bool) -> None:
     torch.manual_seed(0)
     x, a_log, bias = (t.requires_grad_() for t in (8 * normal(2, 7, 3), normal(3), normal(3)))
     given = bias if with_bias else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from tfla_tk.reference.common import sequence_bounds
 
+from .conftest import assert_close
+
 Tensors = list[Tensor]
-Check = Callable[..., None]
 
 FORMS = ["parallel", "chunkwise_16", "chunkwise_64"]
 
@@ -21,7 +21,7 @@ FORMS = ["parallel", "chunkwise_16", "chunkwise_64"]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 63, 65, 100])
 @pytest.mark.parametrize("with_state", [False, True], ids=["zero_state", "state"])
-def test_forms_agree(operator: Any, form: str, length: int, with_state: bool, assert_close: Check) -> None:
+def test_forms_agree(operator: Any, form: str, length: int, with_state: bool) -> None:
     tokens, state = operator.draw(length)
     state = state if with_state else []
     assert_close(operator.evaluate(form, tokens, state), operator.evaluate("recurrent", tokens, state))
@@ -48,7 +48,7 @@ def test_gradcheck(operator: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
-def test_packed_sequences_equal_separate_calls(operator: Any, form: str, assert_close: Check) -> None:
+def test_packed_sequences_equal_separate_calls(operator: Any, form: str) -> None:
     # one empty sequence, one of one token, one over a chunk border
     bounds = [0, 30, 30, 31, 100]
     tokens, _ = operator.draw(100, batch=1)
@@ -63,7 +63,7 @@ def test_packed_sequences_equal_separate_calls(operator: Any, form: str, assert_
                 assert_close(rows[row : row + 1], own, tol=0.0)
 
 
-def test_packed_sequences_without_initial_state(operator: Any, assert_close: Check) -> None:
+def test_packed_sequences_without_initial_state(operator: Any) -> None:
     tokens, _ = operator.draw(40, batch=1)
     out, last = operator.run("chunkwise_16", tokens, [], cu_seqlens=torch.tensor([0, 17, 40]))
     own, own_last = operator.run("chunkwise_16", [x.narrow(operator.time_dim, 17, 23) for x in tokens], [])
@@ -80,7 +80,7 @@ def test_bad_cu_seqlens(operator: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
-def test_two_calls_equal_one(operator: Any, form: str, assert_close: Check) -> None:
+def test_two_calls_equal_one(operator: Any, form: str) -> None:
     tokens, state = operator.draw(100)
     whole = operator.evaluate(form, tokens, state)
 
@@ -96,7 +96,7 @@ def test_two_calls_equal_one(operator: Any, form: str, assert_close: Check) -> N
 
 
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
-def test_low_precision_inputs_accumulate_in_fp32(operator: Any, form: str, assert_close: Check) -> None:
+def test_low_precision_inputs_accumulate_in_fp32(operator: Any, form: str) -> None:
     tokens, state = operator.draw(70)
     low = [x.bfloat16() for x in tokens]
     state = [x.float() for x in state]

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
 
-Check = Callable[..., None]
+from .conftest import assert_close
 
 
 def draw(length: int, batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def test_transforms(transform: str, recorded: bool) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 16, 64])
 @pytest.mark.parametrize("hard", [False, True])
-def test_scores_by_levels(length: int, hard: bool, assert_close: Check) -> None:
+def test_scores_by_levels(length: int, hard: bool) -> None:
     """Exact for any gates, and no factor above 1."""
     torch.manual_seed(0)
     q, k, g = (torch.randn(3, length, 8, dtype=torch.float64) for _ in range(3))

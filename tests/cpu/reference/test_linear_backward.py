@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from tfla_tk import reference
 
-from .conftest import linear_drawer
+from .conftest import assert_close, linear_drawer
 
-Check = Callable[..., None]
 Tensors = dict[str, Tensor]
 # of each family its gates as linear_drawer has them, and by their names
 GATES = {"simple_gla": {"g": "g"}, "gla": {"g": "G"}, "gated_delta_rule": {"g": "g", "beta": "b"}}
@@ -55,7 +53,7 @@ def explicit(family: str, x: Tensors, do: Tensor, dht: Tensor | None, **options:
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 64), (63, 16), (65, 64), (100, 7), (100, 128)])
 @pytest.mark.parametrize("with_last", [False, True], ids=["o", "o_and_state"])
 def test_gradients(
-    family: str, heads: int, groups: int, length: int, chunk_size: int, with_last: bool, assert_close: Check
+    family: str, heads: int, groups: int, length: int, chunk_size: int, with_last: bool
 ) -> None:
     x = draw(family, length, heads=heads, groups=groups)
     do, dht = cotangents(x)
@@ -66,7 +64,7 @@ def test_gradients(
 
 @OF_FAMILIES
 @pytest.mark.parametrize("offsets", [[0, 0, 1, 37, 37, 100], [0, 100]])
-def test_packed_sequences(family: str, offsets: list[int], assert_close: Check) -> None:
+def test_packed_sequences(family: str, offsets: list[int]) -> None:
     x = draw(family, 100, batch=1, rows=len(offsets) - 1)
     options = {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
     given = cotangents(x)
@@ -74,7 +72,7 @@ def test_packed_sequences(family: str, offsets: list[int], assert_close: Check) 
     assert_close(actual, autograd(family, x, *given, **options))
 
 
-def test_states_with_v_first(assert_close: Check) -> None:
+def test_states_with_v_first() -> None:
     x = draw("simple_gla", 70)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     of = partial(explicit, "simple_gla"), partial(autograd, "simple_gla")
@@ -85,7 +83,7 @@ def test_states_with_v_first(assert_close: Check) -> None:
 @OF_FAMILIES
 @pytest.mark.parametrize("decay", [0.0, -50.0, -1e4, -math.inf])
 @pytest.mark.parametrize("channel", [slice(None), slice(3, 4)], ids=["all", "one"])
-def test_extreme_decay(family: str, decay: float, channel: slice, assert_close: Check) -> None:
+def test_extreme_decay(family: str, decay: float, channel: slice) -> None:
     """Of all channels or heads, or of a single one."""
     x = draw(family, 40, groups=1)
     x["g"][:, 7:23:5, ..., channel if family == "gla" else slice(channel.start and 1, None)] = decay
@@ -94,7 +92,7 @@ def test_extreme_decay(family: str, decay: float, channel: slice, assert_close: 
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 1.0, 1.9])
-def test_any_writing_strength(beta: float, assert_close: Check) -> None:
+def test_any_writing_strength(beta: float) -> None:
     """Up to 2, where I - beta k k^T has a negative eigenvalue; and with a key that repeats."""
     x = draw("gated_delta_rule", 40, groups=1)
     x["g"].zero_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
 
-Draw = Callable[..., tuple[list[Tensor], list[Tensor]]]
-Check = Callable[..., None]
+from .conftest import assert_close, draw_mlstm
 
 FORMS = ["recurrent", "parallel", "chunkwise"]
 
@@ -34,10 +32,8 @@ def unstabilised(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_stabiliser_changes_neither_values_nor_gradients(
-    form: str, mlstm_inputs: Draw, assert_close: Check
-) -> None:
-    (q, k, v, i, f), (c, n, m) = mlstm_inputs(70)
+def test_stabiliser_changes_neither_values_nor_gradients(form: str) -> None:
+    (q, k, v, i, f), (c, n, m) = draw_mlstm(70)
     inputs = [x.requires_grad_() for x in (q, k, v, i, f, c, n)]
     function = getattr(reference, f"mlstm_{form}")
     h, (c_last, n_last, m_last) = function(*inputs, m, return_last_states=True, eps=0.0)
@@ -47,13 +43,12 @@ def test_stabiliser_changes_neither_values_nor_gradients(
     expected = unstabilised(q, k, v, i, f, start[..., None] * c, start * n)
     weights = [torch.randn_like(x) for x in expected]
     results = [(*outputs, *torch.autograd.grad(outputs, inputs, weights)) for outputs in (actual, expected)]
-    for result, want in zip(*results, strict=True):
-        assert_close(result, want)
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_m_is_the_maximum_of_all_log_gates(form: str, mlstm_inputs: Draw) -> None:
-    tokens, (c, n, m) = mlstm_inputs(40)
+def test_m_is_the_maximum_of_all_log_gates(form: str) -> None:
+    tokens, (c, n, m) = draw_mlstm(40)
     i, log_f = tokens[3], logsigmoid(tokens[4])
     function = getattr(reference, f"mlstm_{form}")
     _, (_, _, m_last) = function(*tokens, c, n, m, return_last_states=True)
@@ -63,8 +58,8 @@ def test_m_is_the_maximum_of_all_log_gates(form: str, mlstm_inputs: Draw) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_default_initial_state_is_zeros(form: str, mlstm_inputs: Draw) -> None:
-    tokens, state = mlstm_inputs(20)
+def test_default_initial_state_is_zeros(form: str) -> None:
+    tokens, state = draw_mlstm(20)
     function = getattr(reference, f"mlstm_{form}")
     h, last = function(*tokens, return_last_states=True)
     h_zeros, last_zeros = function(*tokens, *(torch.zeros_like(x) for x in state), return_last_states=True)
@@ -72,8 +67,8 @@ def test_default_initial_state_is_zeros(form: str, mlstm_inputs: Draw) -> None:
     assert all(torch.equal(a, b) for a, b in zip(last, last_zeros, strict=True))
 
 
-def test_h_alone_without_last_states(mlstm_inputs: Draw) -> None:
-    tokens, _ = mlstm_inputs(20)
+def test_h_alone_without_last_states() -> None:
+    tokens, _ = draw_mlstm(20)
     h, _ = reference.mlstm_chunkwise(*tokens, return_last_states=True)
     assert torch.equal(reference.mlstm_chunkwise(*tokens), h)
 
@@ -107,9 +102,9 @@ GATES = [
 @pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("zero", ["", "q", "k"])
-def test_extreme_gates(gate: str, name: str, zero: str, mlstm_inputs: Draw, assert_close: Check) -> None:
+def test_extreme_gates(gate: str, name: str, zero: str) -> None:
     """All forms and the explicit backward: finite and equal, forward and backward."""
-    (q, k, v, i, f), state = mlstm_inputs(40)
+    (q, k, v, i, f), state = draw_mlstm(40)
     q, k = (torch.zeros_like(q) if zero == "q" else q), (torch.zeros_like(k) if zero == "k" else k)
     tokens = (q, k, v, *extreme_gates(name, i, f))
     weights = [torch.randn_like(x) for x in (v, *state[:2])]
@@ -136,8 +131,8 @@ def test_extreme_gates(gate: str, name: str, zero: str, mlstm_inputs: Draw, asse
 
 @pytest.mark.parametrize("gate", ["exp", "sig"])
 @pytest.mark.parametrize("name", GATES)
-def test_extreme_gates_in_fp32(gate: str, name: str, mlstm_inputs: Draw, assert_close: Check) -> None:
-    tokens, state = mlstm_inputs(100)
+def test_extreme_gates_in_fp32(gate: str, name: str) -> None:
+    tokens, state = draw_mlstm(100)
     tokens[3:] = extreme_gates(name, *tokens[3:])
     state = state if gate == "exp" else state[:2]
     function = reference.mlstm_chunkwise if gate == "exp" else reference.mlstm_siging_chunkwise
@@ -148,9 +143,12 @@ def test_extreme_gates_in_fp32(gate: str, name: str, mlstm_inputs: Draw, assert_
 
 
 @pytest.mark.parametrize("gate", ["exp", "sig", "sig_unnormalised"])
+@pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_sequence(gate: str, dtype: torch.dtype, mlstm_inputs: Draw) -> None:
-    (q, k, v, i, f), state = mlstm_inputs(9)
+def test_steps_equal_the_sequence(gate: str, dtype: torch.dtype, closed: bool) -> None:
+    (q, k, v, i, f), state = draw_mlstm(9)
+    if closed:
+        i[..., [0, 4, 8]], f[..., [0, 4, 8]] = -math.inf, -math.inf
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     i, f, *state = (x.float() for x in (i, f, *state))
     if gate == "exp":
@@ -169,8 +167,8 @@ def test_steps_equal_the_sequence(gate: str, dtype: torch.dtype, mlstm_inputs: D
     assert all(torch.equal(a, b) for a, b in zip(state, expected_last, strict=True))
 
 
-def test_unnormalised_sigmoid_gate_has_no_n(mlstm_inputs: Draw) -> None:
-    tokens, (c, n, _) = mlstm_inputs(20)
+def test_unnormalised_sigmoid_gate_has_no_n() -> None:
+    tokens, (c, n, _) = draw_mlstm(20)
     for form in FORMS:
         function = getattr(reference, f"mlstm_siging_{form}")
         h, (_, n_last) = function(*tokens, c, n, return_last_states=True, normalize=False)
@@ -179,8 +177,8 @@ def test_unnormalised_sigmoid_gate_has_no_n(mlstm_inputs: Draw) -> None:
 
 
 @pytest.mark.parametrize("given", ["c", "n", "m", "cn", "cm", "nm"])
-def test_partial_initial_state(given: str, mlstm_inputs: Draw) -> None:
-    tokens, state = mlstm_inputs(5)
+def test_partial_initial_state(given: str) -> None:
+    tokens, state = draw_mlstm(5)
     partial = [x if name in given else None for name, x in zip("cnm", state, strict=True)]
     for form in FORMS:
         with pytest.raises(ValueError, match="expected c, n and m together"):
@@ -188,8 +186,8 @@ def test_partial_initial_state(given: str, mlstm_inputs: Draw) -> None:
 
 
 @pytest.mark.parametrize("given", ["c", "n"])
-def test_partial_initial_state_of_siging(given: str, mlstm_inputs: Draw) -> None:
-    tokens, state = mlstm_inputs(5)
+def test_partial_initial_state_of_siging(given: str) -> None:
+    tokens, state = draw_mlstm(5)
     partial = [x if name in given else None for name, x in zip("cn", state[:2], strict=True)]
     with pytest.raises(ValueError, match=f"expected c and n together or none of them, got only {given}"):
         reference.mlstm_siging_chunkwise(*tokens, *partial)
@@ -197,9 +195,9 @@ def test_partial_initial_state_of_siging(given: str, mlstm_inputs: Draw) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlstm_chunkwise", "mlstm_siging_chunkwise"])
-def test_compiles_as_one_graph(name: str, mlstm_inputs: Draw, assert_close: Check) -> None:
+def test_compiles_as_one_graph(name: str) -> None:
     function = getattr(reference, name)
-    tokens, state = mlstm_inputs(50)
+    tokens, state = draw_mlstm(50)
     state = state[: 3 if name == "mlstm_chunkwise" else 2]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from tfla_tk import reference
 
+from .conftest import draw_mlstm, split_form
+
 Tensors = list[Tensor]
-Draw = Callable[..., tuple[Tensors, Tensors]]
 
 FORMS = ["recurrent", "parallel", "chunkwise_16"]
 BAD = [math.nan, math.inf]
@@ -80,12 +80,11 @@ def test_tokens_before_stay_clean_up_to_the_chunk(operator: Any, value: float) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_that_is_not_a_number_shows(form: str, mlstm_inputs: Draw) -> None:
+def test_a_value_that_is_not_a_number_shows(form: str) -> None:
     """From its token on, in its column of V."""
-    tokens, state = mlstm_inputs(40)
+    tokens, state = draw_mlstm(40)
     tokens[2][0, 1, 20, 3] = math.nan
-    name, _, size = form.partition("_")
-    options = {"chunk_size": int(size)} if size else {}
+    name, options = split_form(form)
     h = getattr(reference, f"mlstm_{name}")(*tokens, *state, **options)
     assert h[0, 1, 20:, 3].isnan().all()
     assert h[0, 1, :, :3].isfinite().all() and h[0, 1, :, 4:].isfinite().all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
 
-Check = Callable[..., None]
+from .conftest import assert_close
 
 FORMS = ["recurrent", "parallel", "chunkwise"]
 
@@ -40,7 +39,7 @@ def run(form: str, **arguments: Any) -> tuple[Tensor, Tensor | None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_head_reads_the_key_head_of_its_group(form: str, assert_close: Check) -> None:
+def test_a_value_head_reads_the_key_head_of_its_group(form: str) -> None:
     """Value head h reads key head h // n: as with every key head repeated n times."""
     x = draw(70, (2, 6))
     repeated = x | {name: x[name][:, :, [0, 0, 0, 1, 1, 1]] for name in ("q", "k")}
@@ -63,7 +62,7 @@ def test_uneven_groups_are_refused(form: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_states_with_v_first(form: str, assert_close: Check) -> None:
+def test_states_with_v_first(form: str) -> None:
     x = draw(70, (2, 4))
     o, last = run(form, **x, output_final_state=True)
     turned = x | {"initial_state": x["initial_state"].mT.contiguous()}
@@ -73,7 +72,7 @@ def test_states_with_v_first(form: str, assert_close: Check) -> None:
     assert_close(last_turned.mT, last)
 
 
-def test_gradient_of_the_decay_per_head(assert_close: Check) -> None:
+def test_gradient_of_the_decay_per_head() -> None:
     """That of g_gamma is the sum of dg over batch and tokens."""
     x = draw(70, (2, 4))
     g_gamma = reference.retention_log_decay(4, dtype=torch.float64).requires_grad_()

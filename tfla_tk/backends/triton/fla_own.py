@@ -21,8 +21,7 @@ _own = threading.local()
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
     """fla's own function, where one is in its place."""
-    found: Callable[..., Any] = getattr(function, ORIGINAL, function)
-    return found
+    return getattr(function, ORIGINAL, function)
 
 
 @functools.cache

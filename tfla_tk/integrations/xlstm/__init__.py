@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -217,15 +217,12 @@ def _put_original(kind: registry.Kind, key: str) -> bool:
     return before is not kind.registry[key]
 
 
-def _original_registries() -> Any:
-    """A context in which models are built on mlstm_kernels' own kernels, where it is used."""
-    if "mlstm_kernels.torch.backend_module" not in sys.modules:
-        return nullcontext()
-    return _restored_quietly()
-
-
 @contextmanager
-def _restored_quietly() -> Iterator[None]:
+def _original_registries() -> Iterator[None]:
+    """Within it models are built on mlstm_kernels' own kernels, where it is used."""
+    if "mlstm_kernels.torch.backend_module" not in sys.modules:
+        yield
+        return
     with _kept(None):
         for kind, key in registry.replaceable().values():
             _put_original(kind, key)

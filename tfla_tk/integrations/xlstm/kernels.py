@@ -85,39 +85,9 @@ def chunkwise(
     Raises:
         TypeError: an argument that neither this package nor mlstm_kernels knows.
     """
-    _check_tuning(tuning)
-    kept = _kept_dtype(q, dtype_state)
-    recorded = _records((q, k, v, i, f, c_initial, n_initial))
-    given = (c_initial, n_initial, m_initial)
-    if return_last_states and not recorded and _may_be_few(q, given, backend):
-        tensors: tuple[Any, ...] = (*_cast((q, k, v), autocast_kernel_dtype), i, f, *given)
-        options: dict[str, Any] = {"eps": eps, "dtype_state": kept}
-        if is_sequence_on_tk(tensors, sigmoid_gate=False, normalize=True, **options):
-            h, last = mlstm_sequence(*tensors, **options)
-            return h, _as_stored(last, c_initial)
-    c, n, m = (_private(q, x) for x in given) if recorded else given
-    out = mlstm_chunkwise(
-        q,
-        k,
-        v,
-        i,
-        f,
-        c,
-        n,
-        m,
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=_multiple(chunk_size),
-        autocast_kernel_dtype=autocast_kernel_dtype,
-        backend=backend,
-    )
-    if isinstance(out, Tensor):
-        return out
-    h, last = out
-    last = _as_stored(last, c_initial)
-    if recorded:
-        last = _handed_out(last)
-    return h, _as_kept(last, kept)
+    options: dict[str, Any] = {"eps": eps, "autocast_kernel_dtype": autocast_kernel_dtype, "backend": backend}
+    options |= {"return_last_states": return_last_states, "chunk_size": chunk_size}
+    return _serve((q, k, v, i, f), (c_initial, n_initial, m_initial), None, dtype_state, options, tuning)
 
 
 def chunkwise_siging(
@@ -139,39 +109,50 @@ def chunkwise_siging(
     **tuning: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """`tfla_tk.mlstm_siging_chunkwise` as mlstm_kernels' registry expects it; see `chunkwise`."""
+    options: dict[str, Any] = {"eps": eps, "autocast_kernel_dtype": autocast_kernel_dtype, "backend": backend}
+    options |= {"return_last_states": return_last_states, "chunk_size": chunk_size}
+    return _serve((q, k, v, i, f), (c_initial, n_initial), normalize, dtype_state, options, tuning)
+
+
+def _serve(
+    tokens: tuple[Tensor, ...],
+    given: tuple[Tensor | None, ...],
+    normalize: bool | None,
+    dtype_state: torch.dtype,
+    options: dict[str, Any],
+    tuning: dict[str, Any],
+) -> Tensor | tuple[Tensor, State]:
+    """`chunkwise` and `chunkwise_siging`.
+
+    Args:
+        tokens: q, k, v, i, f. given: the initial state, c, n, m or with the sigmoid gate c, n.
+        normalize: of the sigmoid gate; None is the exponential gate.
+        options: the others of `mlstm_chunkwise`.
+    """
     _check_tuning(tuning)
+    q, sigmoid_gate = tokens[0], normalize is not None
     kept = _kept_dtype(q, dtype_state)
-    recorded = _records((q, k, v, i, f, c_initial, n_initial))
-    given = (c_initial, n_initial)
-    if return_last_states and not recorded and _may_be_few(q, given, backend):
-        tensors: tuple[Any, ...] = (*_cast((q, k, v), autocast_kernel_dtype), i, f, *given)
-        options: dict[str, Any] = {"normalize": normalize, "eps": eps, "dtype_state": kept}
-        if is_sequence_on_tk((*tensors, None), sigmoid_gate=True, **options):
-            h, (c_last, n_last) = mlstm_siging_sequence(*tensors, **options)
-            return h, (c_last, n_last if normalize else torch.zeros_like(n_last), _no_m(n_last))
-    c, n = (_private(q, x) for x in given) if recorded else given
-    out = mlstm_siging_chunkwise(
-        q,
-        k,
-        v,
-        i,
-        f,
-        c,
-        n,
-        return_last_states=return_last_states,
-        eps=eps,
-        normalize=normalize,
-        chunk_size=_multiple(chunk_size),
-        autocast_kernel_dtype=autocast_kernel_dtype,
-        backend=backend,
-    )
-    if isinstance(out, Tensor):
+    recorded = _records((*tokens, *given[:2]))
+    of_gate: dict[str, Any] = {"normalize": normalize} if sigmoid_gate else {}
+    if options["return_last_states"] and not recorded and _may_be_few(q, given, options["backend"]):
+        tensors: tuple[Any, ...] = (*_cast(tokens[:3], options["autocast_kernel_dtype"]), *tokens[3:], *given)
+        of_few: dict[str, Any] = {"eps": options["eps"], "dtype_state": kept}
+        asked = (*tensors, None)[:8]
+        if is_sequence_on_tk(asked, sigmoid_gate=sigmoid_gate, normalize=normalize is not False, **of_few):
+            few: Any = mlstm_siging_sequence if sigmoid_gate else mlstm_sequence
+            h, last = few(*tensors, **of_few, **of_gate)
+            if normalize is False:
+                last = (last[0], torch.zeros_like(last[1]))
+            return h, _with_m(last, given[0])
+    state = tuple(_private(q, x) for x in given) if recorded else given
+    options["chunk_size"] = _multiple(options["chunk_size"])
+    function: Any = mlstm_siging_chunkwise if sigmoid_gate else mlstm_chunkwise
+    out = function(*tokens, *state, **options, **of_gate)
+    if not options["return_last_states"]:
         return out
-    h, (c, n) = out
-    last = (c, n, _no_m(n))
-    if recorded:
-        last = _handed_out(last)
-    return h, _as_kept(last, kept)
+    h, last = out
+    last = _with_m(last, given[0])
+    return h, _as_kept(_handed_out(last) if recorded else last, kept)
 
 
 def step(
@@ -224,7 +205,7 @@ def step_siging(
         c, n = (_private(q, x) for x in (c, n))
     dtype = _kept_dtype(q, dtype_state)
     h, (c, n) = mlstm_siging_step(q, k, v, i, f, c, n, eps, dtype, normalize, backend=backend)
-    last = (c, n, _no_m(n))
+    last = _with_m((c, n), None)
     return h, _handed_out(last) if recorded else last
 
 
@@ -254,35 +235,15 @@ def inference(
         h [B, NH, S, DHHV] and the state after the last token.
     """
     if q.shape[2] != 1:
-        out: tuple[Tensor, State] = sequence(
-            q,
-            k,
-            v,
-            i,
-            f,
-            c_initial,
-            n_initial,
-            m_initial,
-            return_last_states=True,
-            dtype_state=dtype_state,
-        )
-        return out
+        state = (c_initial, n_initial, m_initial)
+        return sequence(q, k, v, i, f, *state, return_last_states=True, dtype_state=dtype_state)
     dtype = _kept_dtype(q, dtype_state)
     if c_initial is None:
         batch, heads, _, dim_qk = q.shape
         c_initial = q.new_zeros(batch, heads, dim_qk, v.shape[-1], dtype=dtype)
         n_initial, m_initial = c_initial[..., 0].contiguous(), c_initial[..., 0, :1].contiguous()
-    h, last = one_token(
-        q.squeeze(2),
-        k.squeeze(2),
-        v.squeeze(2),
-        i,
-        f,
-        c_initial,
-        n_initial,
-        m_initial,
-        dtype_state=dtype,
-    )
+    token = (q.squeeze(2), k.squeeze(2), v.squeeze(2), i, f)
+    h, last = one_token(*token, c_initial, n_initial, m_initial, dtype_state=dtype)
     return h.unsqueeze(2), last
 
 
@@ -330,6 +291,15 @@ def _cast(operands: tuple[Tensor, ...], kernel_dtype: torch.dtype | None) -> tup
     return operands if dtype is None else tuple(x.to(dtype) for x in operands)
 
 
+def _with_m(last: tuple[Tensor, ...], given: Tensor | None) -> State:
+    """A last state as models have it: with zeros for m with the sigmoid gate, else `_as_stored`."""
+    if len(last) == 2:
+        c, n = last
+        return c, n, n.new_zeros(*n.shape[:2], 1)
+    c, n, m = last
+    return _as_stored((c, n, m), given)
+
+
 def _as_stored(state: State, given: Tensor | None) -> State:
     """The last state of the exponential gate with an m that the dtype of the given state holds."""
     if given is None or given.dtype.itemsize != 2 or state[0].dtype == given.dtype:
@@ -341,11 +311,6 @@ def _as_kept(state: State, dtype: torch.dtype) -> State:
     """A last state of at least fp32 in the dtype to return."""
     c, n, m = representable(*state, dtype) if dtype.itemsize == 2 else state
     return c.to(dtype), n.to(dtype), m.to(dtype)
-
-
-def _no_m(n: Tensor) -> Tensor:
-    """The m of the sigmoid gate."""
-    return n.new_zeros(*n.shape[:2], 1)
 
 
 def _records(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 from tfla_tk.integrations.xlstm import modules
@@ -123,11 +122,9 @@ def _names(kind: Kind) -> tuple[str, ...]:
 def _widen(kind: Kind) -> None:
     """Let the new names pass: in the types that configurations will be made from, and in one made already."""
     names = _names(kind)
-    for module in _types_modules():
-        known = get_args(getattr(module, kind.literal))
-        setattr(module, kind.literal, Literal[known + names])
+    _change_types(kind, lambda known: known + names)
     validators = _hf_validators()
-    if validators is not None and _original_validators(validators[kind.field]) is None:
+    if kind.field in validators and _original_validators(validators[kind.field]) is None:
         validators[kind.field] = [_accepting(kind, validators[kind.field])]
 
 
@@ -149,26 +146,24 @@ def _original_validators(validators: list[Callable[[Any], None]]) -> list[Callab
 
 def _narrow(kind: Kind) -> None:
     names = _names(kind)
-    for module in _types_modules():
-        known = get_args(getattr(module, kind.literal))
-        setattr(module, kind.literal, Literal[tuple(name for name in known if name not in names)])
+    _change_types(kind, lambda known: tuple(name for name in known if name not in names))
     validators = _hf_validators()
-    original = None if validators is None else _original_validators(validators[kind.field])
-    if validators is not None and original is not None:
+    original = _original_validators(validators.get(kind.field, []))
+    if original is not None:
         validators[kind.field] = original
 
 
-def _types_modules() -> list[ModuleType]:
-    return [sys.modules[name] for name in _TYPES_MODULES if name in sys.modules]
+def _change_types(kind: Kind, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
+    for name in _TYPES_MODULES:
+        module = sys.modules.get(name)
+        if module is not None:
+            setattr(module, kind.literal, Literal[change(get_args(getattr(module, kind.literal)))])
 
 
-def _hf_validators() -> dict[str, list[Callable[[Any], None]]] | None:
-    """The validators of transformers' xLSTMConfig, where it is imported."""
-    module = sys.modules.get(_HF_CONFIG)
-    found: dict[str, list[Callable[[Any], None]]] | None = getattr(
-        getattr(module, "xLSTMConfig", None), "__validators__", None
-    )
-    return found
+def _hf_validators() -> dict[str, list[Callable[[Any], None]]]:
+    """The validators of transformers' xLSTMConfig by field, which can be changed; empty where it is not
+    imported."""
+    return getattr(getattr(sys.modules.get(_HF_CONFIG), "xLSTMConfig", None), "__validators__", {})
 
 
 # Backend modules being built

@@ -12,8 +12,8 @@ begin some chunks before their segments, as many as the first of these launches 
 these numbers and M for its backward, whose walk is split in the same way.
 
 The backward walks over the chunks backward in time, with the same matrices, and makes dq, dk and dv at once
-(`gradients`). Heads of v that share a head of q and k leave parts of dq and dk, which a last kernel adds up.
-With K of more than 128 it takes three walks instead (`wide`).
+(`backward`). Heads of v that share a head of q and k leave parts of dq and dk, which a last kernel adds up.
+With K of more than 128 it takes three walks instead.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs, kernels
+from tfla_tk.backends.tk.delta_rule.backward import launches_of
 from tfla_tk.backends.tk.delta_rule.call import (
     NO_OPERAND,
     Left,
@@ -36,9 +37,7 @@ from tfla_tk.backends.tk.delta_rule.call import (
     number,
     readable,
 )
-from tfla_tk.backends.tk.delta_rule.gradients import launch_gradients
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.delta_rule.wide import launch_wide
 from tfla_tk.backends.tk.operands import (
     ADDRESS_ALIGNMENT,
     as_operand,
@@ -336,8 +335,7 @@ class Walks:
             dh0=dh0_at,
             strengths=parts_at,
         )
-        launch = launch_wide if shape.is_wide else launch_gradients
-        launches = launch(shape, core, at, left, places, scratch)
+        launches = launches_of(kernel, shape, core, at, left, places, scratch)
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize

@@ -345,28 +345,19 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
             of_one_walk = kept_at, first, of_n
         else:
             memory = memory._replace(state_c=first, state_n=of_n)
+    operands = {
+        name: _operand(getattr(at, name), getattr(x, name), heads_last=last)
+        for name in ("q", "k", "v", "h", "dh")
+    }
+    gates = {name: _gate(getattr(at, name), getattr(x, name), x.v, heads_last=last) for name in ("i", "f")}
+    read = at._replace(**operands, **gates, n_initial=at.n_initial if normalize else 0)
     call = Call(
         plan=plan,
         memory=memory,
         sizes=sizes,
-        q=_operand(at.q, x.q, heads_last=last),
-        k=_operand(at.k, x.k, heads_last=last),
-        v=_operand(at.v, x.v, heads_last=last),
-        i=_gate(at.i, x.i, x.v, heads_last=last),
-        f=_gate(at.f, x.f, x.v, heads_last=last),
-        c_initial=at.c_initial,
-        n_initial=at.n_initial if normalize else 0,
+        at=read,
         cut=(at.cu_seqlens, offsets is not None and offsets.dtype == torch.int64, sequences, *cut),
         left=of_one_walk,
-        h=_operand(at.h, x.h, heads_last=last),
-        row_n=at.row_n,
-        row_m=at.row_m,
-        chunk_m=at.chunk_m,
-        c_last=at.c_last,
-        n_last=at.n_last,
-        dh=_operand(at.dh, x.dh, heads_last=last),
-        dc_last=at.dc_last,
-        dn_last=at.dn_last,
         eps=options.eps,
         scale=options.scale_of(sizes[3]),
         sigmoid_gate=options.sigmoid_gate,

@@ -232,23 +232,12 @@ class Forward:
         left = addresses.next(given=self._left_size > 0)
         is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
         prepared = kernel.forward(
-            *operands,
-            *gates,
-            states,
-            rows,
+            *operands, *gates, states, rows,
             (left, left and left + of_units, left + of_norms if left and options.normalize else 0),
-            (offsets, is_64bit, sequences, *cut),
-            workspace,
-            sizes,
-            heads // key_heads,
-            tile,
-            options.scale_of(dim_qk),
-            options.eps,
-            q.dtype == torch.float16,
-            options.sigmoid_gate,
-            options.normalize,
-            device,
-        )
+            (offsets, is_64bit, sequences, *cut), workspace, sizes,
+            heads // key_heads, tile, options.scale_of(dim_qk),
+            options.eps, q.dtype == torch.float16, options.sigmoid_gate, options.normalize, device,
+        )  # fmt: skip
         self._launch = build.launches([prepared])
 
     def __call__(self, *tensors: Any, h_like: MaybeTensor = None) -> FwdResult:

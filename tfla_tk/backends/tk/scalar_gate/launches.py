@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfla_tk import build
 from tfla_tk.backends.tk.operands import Gate, Operand
@@ -28,12 +28,12 @@ class Call:
     Attributes:
         plan, memory: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
-        q, k, v, h, dh: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
-        row_n, row_m, chunk_m: as the forward returns them; row_n is 0 without normaliser alone.
+        at: the backward's `Tensors` with what kernels take in their place: operands for q, k, v, h, dh
+            [B, NH, S, *], rows aligned for TMA; gates for i, f [B, NH, S]; else addresses. row_n is 0 without
+            normaliser alone, states and their gradients are fp32 and contiguous.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
         left: what the forward has left for one walk: states, their units, n; 0 for three.
-        c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
         decay: there is a scalar decay in the place of gates.
@@ -42,24 +42,9 @@ class Call:
     plan: Plan
     memory: Memory
     sizes: Sizes
-    q: Operand
-    k: Operand
-    v: Operand
-    h: Operand
-    dh: Operand
-    i: Gate
-    f: Gate
-    row_n: int
-    row_m: int
-    chunk_m: int
+    at: Any
     cut: tuple[int, bool, int, int, int]
     left: Triple
-    c_initial: int
-    n_initial: int
-    c_last: int
-    n_last: int
-    dc_last: int
-    dn_last: int
     eps: float
     scale: float
     sigmoid_gate: bool
@@ -75,7 +60,7 @@ class Call:
     @property
     def normalize(self) -> bool:
         """Whether there is a normaliser."""
-        return self.row_n != 0
+        return bool(self.at.row_n != 0)
 
     @property
     def gates(self) -> instances.Instance:
@@ -102,7 +87,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     Args:
         states_given: the forward has kept the states at the cuts.
     """
-    found = [_of_rows(x)] if x.row_n and x.plan.has_rows else []
+    found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
         if not (states_given or x.plan.is_narrow):
@@ -115,7 +100,7 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
     """The walks. Of three that for dv leaves dh_t.h_t, but where the plan has rows: e before the walks."""
     if x.plan.is_narrow:
         return [_of_one_walk(x, written)]
-    dots = x.row_n != 0 and not x.plan.has_rows
+    dots = x.at.row_n != 0 and not x.plan.has_rows
     found = [_of_dv(x, written, dots=dots)]
     if dots:
         found.append(_of_factors(x))
@@ -126,35 +111,21 @@ def _of_one_walk(x: Call, written: Grads) -> Launch:
     """dq, dk and dv, and the sums for the gates where these have gradients."""
     memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.sizes[3:])
     return x.kernels(instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.decay)).gradients(
-        x.q,
-        x.k,
-        x.v,
-        x.dh,
-        x.left,
-        memory.gates,
-        _e(x)[0],
+        x.at.q, x.at.k, x.at.v, x.at.dh, x.left, memory.gates, _e(x)[0],
         _boundary(x, memory.grad_c, memory.grad_n if x.normalize else 0, memory.grad_decay),
-        (x.dc_last, x.dn_last),
-        (written.dc_initial, written.dn_initial),
-        written.dq,
-        written.dk,
-        written.dv,
+        (x.at.dc_last, x.at.dn_last), (written.dc_initial, written.dn_initial),
+        written.dq, written.dk, written.dv,
         (memory.q_dq, memory.k_dk, memory.flows) if needs_df else (0, 0, 0),
-        x.cut,
-        x.sizes,
-        x.group,
-        tile,
-        x.half,
-        x.device,
-    )
+        x.cut, x.sizes, x.group, tile, x.half, x.device,
+    )  # fmt: skip
 
 
 def _of_rows(x: Call) -> Launch:
     """e_t of every token, from dh and h, and log2 w_t."""
     return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
-        x.dh,
-        x.h,
-        (x.row_n, x.row_m, x.eps),
+        x.at.dh,
+        x.at.h,
+        (x.at.row_n, x.at.row_m, x.eps),
         (x.memory.log2_w, x.memory.e, x.plan.e_stride),
         (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
         x.half,
@@ -165,18 +136,10 @@ def _of_rows(x: Call) -> Launch:
 def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the walks take them."""
     return x.kernels(x.gates).mlstm_bwd_scan(
-        x.i,
-        x.f,
-        (x.row_n, x.row_m, x.eps),
-        x.chunk_m,
-        x.memory.gates,
+        x.at.i, x.at.f, (x.at.row_n, x.at.row_m, x.eps), x.at.chunk_m, x.memory.gates,
         x.memory.tickets if x.plan.parts > 1 else 0,
-        x.cut[:3],
-        x.sizes[:3],
-        x.scale,
-        x.sigmoid_gate,
-        x.device,
-    )
+        x.cut[:3], x.sizes[:3], x.scale, x.sigmoid_gate, x.device,
+    )  # fmt: skip
 
 
 def _of_factors(x: Call) -> Launch:
@@ -185,7 +148,7 @@ def _of_factors(x: Call) -> Launch:
     rows = batch * heads * seq
     return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
         (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
-        (x.row_n, x.row_m, x.eps),
+        (x.at.row_n, x.at.row_m, x.eps),
         (0, x.memory.e, x.plan.e_stride),
         rows,
         x.device,
@@ -197,8 +160,8 @@ def _of_segments_of_dq(x: Call) -> list[Launch]:
     memory = x.memory
     states = (memory.state_c, memory.state_n, memory.state_decay)
     return [
-        _sum_segments(x, "dq", x.v, x.k, states),
-        _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False),
+        _sum_segments(x, "dq", x.at.v, x.at.k, states),
+        _combine(x, states, 1, (x.at.c_initial, x.at.n_initial), backward=False),
     ]
 
 
@@ -207,8 +170,8 @@ def _of_segments_of_dk(x: Call) -> list[Launch]:
     memory = x.memory
     grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
     return [
-        _sum_segments(x, "dk", x.dh, x.q, grads),
-        _combine(x, grads, x.plan.parts, (x.dc_last, x.dn_last), backward=True),
+        _sum_segments(x, "dk", x.at.dh, x.at.q, grads),
+        _combine(x, grads, x.plan.parts, (x.at.dc_last, x.at.dn_last), backward=True),
     ]
 
 
@@ -218,10 +181,10 @@ def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: 
     kernels = instances.mlstm_walk_segments(x.plan.tile, x.half, x.normalize, x.decay)
     return x.kernels(kernels).segments(
         _walk(x, name, x.plan.tile, keys, values, boundary, (*size, dim_v, dim_qk)),
-        x.i,
-        x.f,
+        x.at.i,
+        x.at.f,
         x.memory.log2_w if x.normalize else 0,
-        x.chunk_m,
+        x.at.chunk_m,
         x.scale,
         x.sigmoid_gate,
     )
@@ -260,17 +223,17 @@ def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
     sizes = (batch, heads, seq, dim_v, dim_qk)
     anchors = (memory.anchors, memory.flows)
     of_dq = _prepare_walk(
-        x, "dq", x.dh, x.v, x.k, written.dq, sizes,
-        entering=(x.c_initial, x.n_initial),
+        x, "dq", x.at.dh, x.at.v, x.at.k, written.dq, sizes,
+        entering=(x.at.c_initial, x.at.n_initial),
         boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
-        factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
+        factor=x.at.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
     )  # fmt: skip
     of_dk = _prepare_walk(
-        x, "dk", x.v, x.dh, x.q, written.dk, sizes,
-        entering=(x.dc_last, x.dn_last),
+        x, "dk", x.at.v, x.at.dh, x.at.q, written.dk, sizes,
+        entering=(x.at.dc_last, x.at.dn_last),
         leaving=(0, written.dn_of_parts or written.dn_initial),
         boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
-        factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
+        factor=x.at.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
     )  # fmt: skip
     return [of_dq, of_dk]
 
@@ -283,11 +246,11 @@ def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
     """
     memory = x.memory
     return _prepare_walk(
-        x, "dv", x.k, x.q, x.dh, written.dv, x.sizes,
-        entering=(x.dc_last, 0),
+        x, "dv", x.at.k, x.at.q, x.at.dh, written.dv, x.sizes,
+        entering=(x.at.dc_last, 0),
         leaving=(written.dc_initial, 0),
         boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
-        factor=x.h,
+        factor=x.at.h,
         sums=(memory.dots if dots else 0, 0),
     )  # fmt: skip
 
@@ -328,55 +291,31 @@ def _prepare_walk(
     """
     tile, gradients = (x.plan.tile_of_dv, "dv") if name == "dv" else (x.plan.tile, "dq and dk")
     return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
-        _walk(x, name, tile, keys, values, boundary, sizes),
-        x.memory.gates,
-        queries,
-        out,
-        factor,
-        entering,
-        leaving,
-        sums,
-        anchors,
-        ticket,
-    )
+        _walk(x, name, tile, keys, values, boundary, sizes), x.memory.gates,
+        queries, out, factor,
+        entering, leaving, sums, anchors, ticket,
+    )  # fmt: skip
 
 
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
     if plan.is_narrow:
-        return x.kernels(
-            x.gates
-        ).gate_gradients(
-            (memory.q_dq, memory.k_dk, memory.flows),
-            tile_of_both(*x.sizes[3:]) // 16 + x.normalize,  # a warp has 16 columns of V
-            x.i,
-            x.f,
-            written.di,
-            written.df,
-            x.chunk_m,
-            x.cut[:3],
-            x.sizes[:3],
-            x.sigmoid_gate,
-            x.device,
-        )
+        parts = tile_of_both(*x.sizes[3:]) // 16 + x.normalize  # a warp has 16 columns of V
+        return x.kernels(x.gates).gate_gradients(
+            (memory.q_dq, memory.k_dk, memory.flows), parts, x.at.i, x.at.f, written.di, written.df,
+            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.sigmoid_gate, x.device,
+        )  # fmt: skip
     return x.kernels(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
         (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),
-        x.i,
-        x.f,
-        written.di,
-        written.df,
-        x.chunk_m,
-        _with_gradient(x.c_initial, written.dc_initial) + _with_gradient(x.n_initial, written.dn_initial),
-        _with_gradient(x.c_last, x.dc_last) + _with_gradient(x.n_last, x.dn_last),
-        memory.workspace,
-        x.cut[:3],
-        x.sizes,
-        x.sigmoid_gate,
-        x.device,
-    )
+        x.at.i, x.at.f, written.di, written.df, x.at.chunk_m,
+        _with_gradient(x.at.c_initial, written.dc_initial)
+        + _with_gradient(x.at.n_initial, written.dn_initial),
+        _with_gradient(x.at.c_last, x.at.dc_last) + _with_gradient(x.at.n_last, x.at.dn_last),
+        memory.workspace, x.cut[:3], x.sizes, x.sigmoid_gate, x.device,
+    )  # fmt: skip
 
 
 def _e(x: Call) -> tuple[int, int]:

@@ -1,13 +1,12 @@
-"""One token of mLSTM by the step kernel, from tensors: one launch, whatever strides q, k and v have.
+"""One token of mLSTM by the step kernel, or up to 16 by the sequence kernel, from tensors.
 
-The state is read once and written once. docs/mlstm-decode.md tells how the kernel's threads share it.
-What becomes of a state, new or in place, is the same for a few tokens (sequence.py).
+One launch, whatever strides q, k and v have, on the current stream. The state is read once and written once.
+docs/mlstm-decode.md tells how the threads of the step share it, and how the tensor cores of the other get it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,34 +19,33 @@ from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
 _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
+_FEWEST_COLUMNS = 4  # of a thread of the sequence kernel
+_MOST_WARPS = 2  # of it, side by side in a row of C
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
-# h from q, k, v, i, f, the state before and the state to write, sigmoid_gate, normalize, eps, batch_invariant
-Launch = Callable[..., Tensor]
 
 
-def with_new_state(launch: Launch, *args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
-    """Launch a kernel of decoding; arguments and results are those of tfla_tk::mlstm_step and _sequence.
-
-    m is None with the sigmoid gate.
+def with_new_state(*args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
+    """Launch a kernel of decoding; arguments and results are those of tfla_tk::mlstm_step where q is
+    [B, NH, K], of tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    *tokens, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
+    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = launch(*tokens, before, after, sigmoid_gate, normalize, eps, *args[12:])
+    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, *args[12:])
     return h, *after
 
 
-def in_place(launch: Launch, *args: Any) -> Tensor:
+def in_place(*args: Any) -> Tensor:
     """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
-    *tokens, c, n, m, sigmoid_gate, normalize, eps = args[:11]
+    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps = args[:11]
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = launch(*tokens, state, state, sigmoid_gate, normalize, eps, *args[11:])
+    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps, *args[11:])
     # what had to be copied
     for target, result in zip(given, state, strict=True):
         if target is not None and result is not None and result is not target:
@@ -73,11 +71,6 @@ def readable(state: State) -> State:
     return _readable(c), _readable(n), None if m is None else _readable(m)
 
 
-def state_dtypes(before: State, after: State) -> tuple[str, str]:
-    """Of C, as the kernels' instances name them."""
-    return DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
-
-
 def _launch(
     q: Tensor,
     k: Tensor,
@@ -91,45 +84,31 @@ def _launch(
     eps: float,
     batch_invariant: bool = False,
 ) -> Tensor:
-    batch, heads, dim_qk = q.shape
-    dim_v = v.shape[-1]
-    device = q.get_device()
-    kernel = build.load(instances.DECODING, instances.mlstm_step(*state_dtypes(before, after)))
-    i, f = readable_gates(i, f)
-    h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
-    width = width_of(before[0], after[0], dim_v)
+    batch, heads, *tokens, dim_qk = q.shape
+    dim_v, device = v.shape[-1], q.get_device()
+    dtypes = DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
+    operands: tuple[Any, ...]
+    if tokens:
+        instance = instances.mlstm_sequence(tokens[0], *dtypes, q.dtype == torch.float32)
+        launch = build.load(instances.DECODING, instance).mlstm_sequence
+        operands = _rows(q), _rows(k), _rows(v), DTYPES[q.dtype]
+        widest, of_row = _widest(tokens[0], q.dtype), _warps
+    else:
+        launch = build.load(instances.DECODING, instances.mlstm_step(*dtypes)).mlstm_step
+        operands = gate(q), gate(k), gate(v)
+        widest, of_row = _VECTOR, _lanes
+    # to be held until the launch, which gets addresses alone
+    i, f = _narrowed(i), _narrowed(f)
+    h = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    width = _width_of(before[0], after[0], dim_v, widest)
     # as in a large batch
     filling = 0 if batch_invariant else multiprocessors(device)
-    kernel.mlstm_step(
-        gate(q),
-        gate(k),
-        gate(v),
-        gate(i),
-        gate(f),
-        stored(before),
-        stored(after),
-        h.data_ptr(),
-        (_lanes(batch * heads, dim_v, width, filling), width),
-        (batch, heads, dim_qk, dim_v),
-        dim_qk**-0.5,
-        eps,
-        sigmoid_gate,
-        normalize,
-        after is before,
-        device,
-        current_stream(device),
-    )
+    launch(
+        *operands, gate(i), gate(f), _stored(before), _stored(after), h.data_ptr(),
+        (of_row(batch * heads, dim_v, width, filling), width), (batch, heads, *tokens, dim_qk, dim_v),
+        dim_qk**-0.5, eps, sigmoid_gate, normalize, after is before, device, current_stream(device),
+    )  # fmt: skip
     return h
-
-
-# on the current stream
-mlstm_step = functools.partial(with_new_state, _launch)
-mlstm_step_ = functools.partial(in_place, _launch)
-
-
-def readable_gates(i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-    """Gates in dtypes that the kernels read; to be held until the launch, which gets addresses alone."""
-    return _narrowed(i), _narrowed(f)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -141,13 +120,13 @@ def _narrowed(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 
 
-def stored(state: State) -> tuple[int, ...]:
+def _stored(state: State) -> tuple[int, ...]:
     """Addresses and dtypes as the bindings take them."""
     pointers = (pointer(x) for x in state)
     return *pointers, *(0 if x is None else DTYPES[x.dtype] for x in state)
 
 
-def width_of(before: Tensor, after: Tensor, dim_v: int, widest: int = _VECTOR) -> int:
+def _width_of(before: Tensor, after: Tensor, dim_v: int, widest: int) -> int:
     """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that.
 
     Args:
@@ -178,5 +157,29 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
         and heads * slices(found) < _FULL * multiprocessors
         and slices(found // 2) <= MAX_SLICES
     ):
+        found //= 2
+    return found
+
+
+def _rows(x: Tensor) -> tuple[int, ...]:
+    return x.data_ptr(), *x.stride()
+
+
+def _widest(tokens: int, dtype: torch.dtype) -> int:
+    """Columns of a thread at most: the registers hold v of eight columns only if it is short and narrow."""
+    return 2 * _FEWEST_COLUMNS if tokens <= 8 and dtype.itemsize == 2 else _FEWEST_COLUMNS
+
+
+@functools.lru_cache(maxsize=1024)
+def _warps(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
+    """Warps side by side in a row of C: as many as the row fills, fewer where CTAs are.
+
+    Args:
+        heads: of the whole batch. width: columns that a thread moves at a time.
+        multiprocessors: that CTAs are to fill; 0: the number follows from dim_v and width alone.
+    """
+    columns = 8 * max(width, _FEWEST_COLUMNS)
+    found = min(_MOST_WARPS, 1 << (-(-dim_v // columns) - 1).bit_length())
+    while found > 1 and heads * -(-dim_v // (found * columns)) < _FULL * multiprocessors:
         found //= 2
     return found

@@ -1,34 +1,76 @@
-"""The backward of the delta rule with K of more than 128: a walk for dv, then two for dq and dk."""
+"""The launches of the backward of the delta rule: one walk makes dq, dk and dv, or with K of more than 128
+one walk makes dv, then two make dq and dk."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Left, Places, Shape
+import torch
+
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Left, Places, Shape
 from tfla_tk.backends.tk.prepared import Launch, Scratch
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT
-from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS
+from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_KEYS_WARPS
 
 
-def launch_wide(
-    shape: Shape,
-    core: DeltaRuleCore,
-    at: Any,
-    left: Left,
-    places: Places,
-    scratch: Scratch,
+def launches_of(
+    kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
-    """The launches of the mirror, of the walks for dq and dk, of what adds up their parts, and of dg.
+    """The launches of the walks and of what follows from their sums, but for dbeta.
 
     Args:
+        kernel: what launches the kernels.
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
         left: what the forward has kept.
         scratch: gets places of what the launches leave for each other.
     """
-    kernel = build.load(instances.DELTA_RULE)
+    walks = _three_walks if shape.is_wide else _one_walk
+    return walks(kernel, shape, core, at, left, places, scratch)
+
+
+def _one_walk(
+    kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
+) -> list[Launch]:
+    """Those that carry gradients of states over a split, the walk, what makes dq and dk of parts of heads or
+    of sums in fp32, and dg."""
+    of = shape.with_offsets(at.cu_seqlens, shape.split)
+    q, k, gates, writes, *_ = places
+    carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
+    leads = left.leads + shape.leads_bytes if carried_at else 0  # behind the segments
+    launches: list[Launch] = []
+    if carried_at:
+        launches += [
+            kernel.mirror(
+                of, q, k, places.do, NO_OPERAND, NO_OPERAND, *gates, (left.matrices, 0), 0, places.dht, 0,
+                carried_at, leads, 0, core.scale, shape.mirror_walkers,
+            ),
+            kernel.carry(of, carried_at, leads, left.maps, True),
+        ]  # fmt: skip
+    heads = shape.batch * shape.heads
+    turns = scratch.take((1 + heads * shape.slots) * torch.int32.itemsize) if shape.sums_floats else 0
+    token_sums = flows = 0
+    if places.dg is not None:
+        token_sums = scratch.take(3 * shape.value_slices * heads * shape.seq * FLOAT)
+        flows = scratch.take(DELTA_KEYS_WARPS * shape.value_slices * heads * shape.slots * FLOAT)
+    launches.append(
+        kernel.gradients(
+            of, q, k, places.do, writes, places.dq, places.dk, turns, places.dv, *gates, left.matrices,
+            left.states, places.dht, places.dh0, carried_at, leads, places.strengths, token_sums, flows,
+            core.scale,
+        )
+    )  # fmt: skip
+    launches += places.combining
+    if places.dg is not None:
+        of_chunks = shape.with_offsets(at.cu_seqlens, shape.cut_into(DELTA_DECAY_CHUNKS))
+        launches.append(kernel.decay(of_chunks, shape.slots, gates[0], places.dg, token_sums, flows))
+    return launches
+
+
+def _three_walks(
+    kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
+) -> list[Launch]:
+    """The mirror, the walks for dq and dk, what adds up their parts, and dg."""
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
     q, k, gates, writes, *_ = places
     d_borders = scratch.take(shape.states_bytes(shape.borders, shape.dim_v))
@@ -43,10 +85,8 @@ def launch_wide(
     operands = q, k, writes, places.do, places.dv, places.dq, part_of_dk, places.dk, *gates
     dg = places.dg
     workspace = anchors = flows = flow_bytes = last_at = dh0_at = 0
-    whole = inter = [
-        0,
-        0,
-    ]  # sums of every token and of every chunk, of the walk forward in time and of the other
+    # sums of every token and of every chunk, of the walk forward in time and of the other
+    whole = inter = [0, 0]
     if dg is not None:
         parts = shape.batch * shape.heads * shape.sum_parts  # of each walk
         workspace = scratch.take(kernel.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences))
