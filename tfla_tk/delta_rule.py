@@ -33,7 +33,8 @@ _OPTIONS = (
 _path = CallPath(
     "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
 )
-_WITHOUT_GATE = {
+# what the checks get of a function that has none of these
+WITHOUT_GATE = {
     "g": None,
     "A_log": None,
     "dt_bias": None,
@@ -46,7 +47,7 @@ _WITHOUT_GATE = {
 
 
 def _describe_delta_rule(**arguments: Any) -> tuple[str, DeltaRuleCall]:
-    return _path.describe(**arguments, **_WITHOUT_GATE)
+    return _path.describe(**arguments, **WITHOUT_GATE)
 
 
 def _describe_gated(*, chunk_indices: Any, cp_context: Any, **arguments: Any) -> tuple[str, DeltaRuleCall]:

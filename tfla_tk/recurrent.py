@@ -70,7 +70,8 @@ def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
 
 def _describe_delta_rule(*, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
     beta = _given(beta, arguments["v"], 1.0)
-    return _delta_rule.describe(beta=beta, chunk_size=None, **_WITHOUT_GATE, **arguments)
+    without_gate = delta_rule.WITHOUT_GATE
+    return _delta_rule.describe(beta=beta, chunk_size=None, **without_gate, **arguments)
 
 
 def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
@@ -83,18 +84,6 @@ def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) ->
         gated=True,
         **arguments,
     )
-
-
-_WITHOUT_GATE = {
-    "g": None,
-    "A_log": None,
-    "dt_bias": None,
-    "use_gate_in_kernel": False,
-    "use_beta_sigmoid_in_kernel": False,
-    "allow_neg_eigval": False,
-    "state_v_first": False,
-    "gated": False,
-}
 
 
 @operator(_describe_gla)

@@ -28,6 +28,20 @@ PROVENANCE = {
 }
 
 
+FORMS = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
+# gradients beside dq, dk and dv, by operator
+GATES = {
+    "mlstm_exp": ["di", "df"],
+    "mlstm_sig": ["di", "df"],
+    "simple_gla": ["dg"],
+    "retention": [],
+    "lightning": [],
+    "gla": ["dg"],
+    "delta_rule": ["dbeta"],
+    "gated_delta_rule": ["dg", "dbeta"],
+}
+
+
 class Ran(NamedTuple):
     """What a command returned, wrote and printed."""
 

@@ -17,25 +17,14 @@ from tfla_tk.bench.shapes import parse_shapes
 from tfla_tk.build import BuildError
 from tfla_tk.cli import main
 
-FORMS = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
+from .conftest import FORMS, GATES
+
 EXP = ("compare", "--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick")
 
 
 def patch_backend(monkeypatch: pytest.MonkeyPatch, function) -> None:
     """Every backend of mLSTMexp computes this function of its name and the inputs."""
     monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", lambda *x, backend, **y: function(backend, *x, **y))
-
-
-GATES = {
-    "mlstm_exp": ["di", "df"],
-    "mlstm_sig": ["di", "df"],
-    "simple_gla": ["dg"],
-    "retention": [],
-    "lightning": [],
-    "gla": ["dg"],
-    "delta_rule": ["dbeta"],
-    "gated_delta_rule": ["dg", "dbeta"],
-}
 
 
 @pytest.mark.slow

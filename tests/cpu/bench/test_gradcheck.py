@@ -17,19 +17,10 @@ from tfla_tk.bench.operators import OPERATORS, Operator
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.cli import main
 
+from .conftest import FORMS, GATES
+
 CPU = torch.device("cpu")
 EXP = ("gradcheck", "--op", "mlstm_exp", "--shapes", "1x40x2x16x16")
-FORMS = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
-GATES = {
-    "mlstm_exp": ["di", "df"],
-    "mlstm_sig": ["di", "df"],
-    "simple_gla": ["dg"],
-    "retention": [],
-    "lightning": [],
-    "gla": ["dg"],
-    "delta_rule": ["dbeta"],
-    "gated_delta_rule": ["dg", "dbeta"],
-}
 Result = tuple[Tensor, tuple[Tensor, ...]]
 
 

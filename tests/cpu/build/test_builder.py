@@ -18,7 +18,6 @@ from tfla_tk.build.thunderkittens import ThunderKittens
 
 STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY: what a launcher answers where there is no driver
 SERIALISED = "ptxas info : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-SPILL = "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads"
 
 
 def has_driver() -> bool:

@@ -246,7 +246,7 @@ class Backward:
         stream = current_stream(self._device)
         # the gradients only then, so that a GPU that waits for the host has work early
         self._before(at, stream)
-        grads = _allocate((like or tensors)[:7], self._options)
+        grads = _allocate((like or tensors).with_gradients, self._options)
         written = self._as_written(grads) if self._unwritable else grads
         at += starts(*written)
         if self._parts:
