@@ -23,6 +23,7 @@ template <class C> struct KFirst {
     const DecodeParams& p;
     Memory& memory;
     const Entry entry;
+    const int start;     // the number of the first token
     const bool goes_on;  // behind a turn that has written the state
     const int passes, lane, warp, column, row, head, slice, count;
     std::int64_t out;
@@ -36,6 +37,7 @@ template <class C> struct KFirst {
         : p(p),
           memory(memory),
           entry(p, blockIdx.z, start),
+          start(start),
           goes_on(start > 0),
           passes(passes),
           lane(threadIdx.x % 32),
@@ -51,19 +53,21 @@ template <class C> struct KFirst {
     __device__ inline bool is_last() const { return T == 1 || entry.tokens <= T; }
 
     __device__ inline void run() {
-        const int slot = p.slots != nullptr ? p.slots[blockIdx.z] : blockIdx.z;
+        const int slot = slot_before(p.slots, blockIdx.z, start);
+        // where the state behind the tokens goes; of several tokens each may have its own
+        const int after = T == 1 && p.slots.every ? slot_of(p.slots, blockIdx.z, 0) : slot;
         const int tokens = T == 1 ? 1 : min(T, entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
         if (warp < tokens) raw.load(p, entry, warp, head, slice, count, lane);
         out = start_of(p.o, entry.batch, entry.first, head) + slice;
-        if (slot < 0) return store_zeros(tokens);
+        if (min(slot, after) < 0) return store_zeros(tokens);
 
         const std::int64_t element =
             (static_cast<std::int64_t>(head) * K + row) * p.dim_v + slice + column * 4;
         const StatePool& before = goes_on ? p.after : p.before;
         from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
-        to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
+        to = static_cast<State*>(p.after.data) + after * p.after.slot_stride + element;
         load_state();
         if (warp < tokens) raw.finish(p, memory.tokens, warp, count, lane);
         if constexpr (kWarps < T) {
@@ -84,8 +88,12 @@ template <class C> struct KFirst {
             // NOTES: of fp32 behind the stores, since it takes the registers of s
             if (sizeof(State) < 4 && more) load_state();
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) step(s, pass, t);
-            store_state(s);
+            for (int t = 0; t < tokens; t++) {
+                step(s, pass, t);
+                if (T > 1 && p.slots.every) store_between(s, slot, t);
+            }
+            if (T == 1 || !p.slots.every) store_state(s, to);
+            to += P::kSlice;
             out += P::kSlice;
             if (sizeof(State) == 4 && more) load_state();
         }
@@ -114,16 +122,19 @@ template <class C> struct KFirst {
         from += P::kSlice;
     }
 
-    __device__ inline void store_state(const float (&s)[R][4]) {
+    __device__ inline void store_between(const float (&s)[R][4], int slot, int t) {
+        const int its = slot_of(p.slots, blockIdx.z, start + t);
+        if (its >= 0) store_state(s, to + static_cast<std::int64_t>(its - slot) * p.after.slot_stride);
+    }
+
+    __device__ inline void store_state(const float (&s)[R][4], State* at) {
         if (p.after.data != nullptr) {
-            State* at = to;
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 store_four(at, narrow<State>(s[r]));
                 advance(at, stride);
             }
         }
-        to += P::kSlice;
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.

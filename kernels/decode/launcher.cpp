@@ -20,14 +20,19 @@ PerHead read_per_head(Arguments& x) {
 // Address, or 0, and the stride of slots.
 StatePool read_pool(Arguments& x) { return {x.pointer<void>(), x.integer()}; }
 
+// Address, stride, columns, every, address of the accepted or 0, first; or None.
+Slots read_slots(Arguments& x) {
+    if (!x.given()) return {};
+    return {x.pointer<const int>(), x.integer(), x.number(), x.flag(), x.pointer<const int>(), x.number()};
+}
+
 // q, k, v, o, g, beta, A_log, dt_bias, states before, states after, dtype of the states, slots, offsets,
 // whether they are 64-bit, batch, heads, heads of v, K, V, tokens, scale, v_first, by_channel, delta_rule,
 // l2norm, beta_sigmoid, beta_double, device, stream.
 void launch_tokens(Arguments& x) {
     DecodeParams p{read_numbers(x), read_numbers(x), read_numbers(x),  read_numbers(x),
                    read_numbers(x), read_numbers(x), read_per_head(x), read_per_head(x)};
-    p.before = read_pool(x), p.after = read_pool(x), p.state_dtype = x.dtype(),
-    p.slots = x.pointer<const int>();
+    p.before = read_pool(x), p.after = read_pool(x), p.state_dtype = x.dtype(), p.slots = read_slots(x);
     p.offsets = x.pointer<const void>(), p.offsets_are_64bit = x.flag();
     p.batch = x.number(), p.heads = x.number(), p.value_heads = x.number();
     p.dim_k = x.number(), p.dim_v = x.number(), p.tokens = x.number(), p.scale = x.real();

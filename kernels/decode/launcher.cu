@@ -36,8 +36,9 @@ inline DecodeParams from_entry(DecodeParams p, int entry) {
         for (Numbers* x : {&p.q, &p.k, &p.v, &p.o, &p.g, &p.beta})
             skip(x->data, entry * x->batch_stride, x->dtype);
     }
-    if (p.slots != nullptr) {
-        p.slots += entry;
+    if (p.slots.data != nullptr) {
+        p.slots.data += entry * p.slots.stride;
+        if (p.slots.accepted != nullptr) p.slots.accepted += entry;
     } else {
         skip(p.before.data, entry * p.before.slot_stride, p.state_dtype);
         skip(p.after.data, entry * p.after.slot_stride, p.state_dtype);

@@ -26,6 +26,19 @@ struct StatePool {
     std::int64_t slot_stride;  // elements from the state of a slot to that of the next
 };
 
+// Which states of the pools are those of the batch entries. Null: their own number. Below `first` there is no
+// state, and o is 0.
+struct Slots {
+    const int* data;      // [batch, columns]
+    std::int64_t stride;  // elements from one entry's to the next one's; those of an entry are contiguous
+    int columns;
+    // The state behind each token is stored, where the column of the token's number tells. Otherwise the one
+    // behind the last token is, over that before the first.
+    bool every;
+    const int* accepted;  // [batch], before the tokens is the state of column accepted - 1; null: of column 0
+    int first;
+};
+
 // Tokens for which a state is read and written once; more take several turns. Calls of one token have kernels
 // of their own.
 constexpr int kDecodeTokens = 4;
@@ -44,8 +57,7 @@ struct DecodeParams {
     PerHead a_log, dt_bias;  // a_log.data is null: g is the log decay
     StatePool before, after;
     DType state_dtype;
-    // Of the batch entries in both pools; null: their own number. Below 0: o is 0, there is no state.
-    const int* slots;
+    Slots slots;
     // [batch + 1] of packed sequences, which are the entries then; null: all entries have as many tokens.
     const void* offsets;
     bool offsets_are_64bit;

@@ -24,6 +24,20 @@ struct Entry {
     }
 };
 
+// The slot in a column of an entry's row; -1 where there is no state.
+__device__ inline int slot_of(const Slots& s, int entry, int column) {
+    if (column < 0 || column >= s.columns) return -1;
+    const int slot = s.data[entry * s.stride + column];
+    return slot < s.first ? -1 : slot;
+}
+
+// That of the state before the token `start` of an entry.
+__device__ inline int slot_before(const Slots& s, int entry, int start) {
+    if (s.data == nullptr) return entry;
+    if (s.every && start > 0) return slot_of(s, entry, start - 1);
+    return slot_of(s, entry, s.accepted != nullptr ? s.accepted[entry] - 1 : 0);
+}
+
 // In shared memory. A warp of V-first that takes one token has its own, and v in registers.
 template <class C> struct alignas(16) Tokens {
     static constexpr bool kChannel = C::kDecay == Decay::channel;

@@ -24,6 +24,7 @@ template <class C> struct VFirst {
     const DecodeParams& p;
     Memory& memory;
     const Entry entry;
+    const int start;     // the number of the first token
     const bool goes_on;  // behind a turn that has written the state
     const int passes, lane, warp, sub, side, head, slice;
     const int own;            // the row whose sums this lane gets
@@ -38,6 +39,7 @@ template <class C> struct VFirst {
         : p(p),
           memory(memory),
           entry(p, blockIdx.z, start),
+          start(start),
           goes_on(start > 0),
           passes(passes),
           lane(threadIdx.x % 32),
@@ -53,7 +55,9 @@ template <class C> struct VFirst {
     __device__ inline bool is_last() const { return T == 1 || entry.tokens <= T; }
 
     __device__ inline void run() {
-        const int slot = p.slots != nullptr ? p.slots[blockIdx.z] : blockIdx.z;
+        const int slot = slot_before(p.slots, blockIdx.z, start);
+        // where the state behind the tokens goes; of several tokens each may have its own
+        const int after = T == 1 && p.slots.every ? slot_of(p.slots, blockIdx.z, 0) : slot;
         const int tokens = T == 1 ? 1 : min(T, entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
@@ -61,12 +65,12 @@ template <class C> struct VFirst {
         if (first < tokens) raw.load(p, entry, first, head, first_column(), passes * P::kSlice, lane);
         out = start_of(p.o, entry.batch, entry.first, head) + own;
         value = start_of(p.v, entry.batch, entry.first, head) + own;
-        if (slot < 0) return store_zeros(tokens);
+        if (min(slot, after) < 0) return store_zeros(tokens);
 
         const std::int64_t element = (static_cast<std::int64_t>(head) * p.dim_v + slice + side) * K + sub * 4;
         const StatePool& before = goes_on ? p.after : p.before;
         from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
-        to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
+        to = static_cast<State*>(p.after.data) + after * p.after.slot_stride + element;
         if constexpr (!kShared) load_value();  // before the state: in fp32 it waits for the token's bits
         load_state();
         Tokens<C>& prepared = memory.tokens[kShared ? 0 : warp];
@@ -87,8 +91,12 @@ template <class C> struct VFirst {
             // NOTES: of fp32 behind the stores, since it takes the registers of s
             if (sizeof(State) < 4 && more) load_state();
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) step(prepared, s, pass, t);
-            store_state(s);
+            for (int t = 0; t < tokens; t++) {
+                step(prepared, s, pass, t);
+                if (T > 1 && p.slots.every) store_between(s, slot, t);
+            }
+            if (T == 1 || !p.slots.every) store_state(s, to);
+            to += P::kSlice * K;
             out += P::kSlice;
             if (more) {
                 if (sizeof(State) == 4) load_state();
@@ -128,7 +136,12 @@ template <class C> struct VFirst {
         from += P::kSlice * K;
     }
 
-    __device__ inline void store_state(const float (&s)[R][W][4]) {
+    __device__ inline void store_between(const float (&s)[R][W][4], int slot, int t) {
+        const int its = slot_of(p.slots, blockIdx.z, start + t);
+        if (its >= 0) store_state(s, to + static_cast<std::int64_t>(its - slot) * p.after.slot_stride);
+    }
+
+    __device__ inline void store_state(const float (&s)[R][W][4], State* to) {
         if (p.after.data != nullptr) {
 #pragma unroll
             for (int r = 0; r < R; r++)
@@ -136,7 +149,6 @@ template <class C> struct VFirst {
                 for (int w = 0; w < W; w++)
                     store_four(to + r * P::kSide * K + w * L * 4, narrow<State>(s[r][w]));
         }
-        to += P::kSlice * K;
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.checks import check_bool, check_device, check_shape, check_tensor, fail
+from tfla_tk.core.checks import check_bool, check_device, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor
 
 FEW = 8  # tokens that the decoding kernels take
@@ -67,6 +67,28 @@ class RecurrentCore(NamedTuple):
         return self.sequences, self.v.shape[2], *(dims[::-1] if self.state_v_first else dims)
 
 
+class Slots(NamedTuple):
+    """Which states of a pool a call in place overwrites.
+
+    Attributes:
+        indices: int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind
+            their tokens, one after the other, all or none of a sequence. None: there is no pool, but a state
+            per sequence.
+        accepted: int32 [N], with indices [N, columns]: a sequence goes on from the state of its column
+            accepted - 1. None: from that of column 0.
+        first: indices below it name no state.
+    """
+
+    indices: MaybeTensor = None
+    accepted: MaybeTensor = None
+    first: int = 0
+
+    @property
+    def of_tokens(self) -> bool:
+        """The state behind every token is kept."""
+        return self.indices is not None and self.indices.dim() == 2
+
+
 def check_recurrent(
     check: Callable[..., LinearCall],
     *,
@@ -87,7 +109,7 @@ def check_recurrent(
         if not in_place:
             fail("inplace", "True with state_indices, which name the states to overwrite", inplace)
         check_tensor("initial_state", initial_state, 4, "[slots, HV, K, V] with state_indices")
-        _check_indices(state_indices, initial_state)
+        check_indices("state_indices", state_indices, initial_state)
         of_calls = initial_state[:1].expand(state_indices.shape[0], -1, -1, -1)
     else:
         of_calls = initial_state
@@ -116,13 +138,15 @@ def _dense_strides(x: Tensor) -> tuple[int, int, int]:
     return x.shape[2] * x.shape[3], x.shape[3], 1
 
 
-def _check_indices(indices: Any, pool: Tensor) -> None:
+def check_indices(name: str, indices: Any, pool: Tensor, *, rank: int = 1, layout: str = "[N]") -> None:
+    """Integers of 32 bits on the device of the pool."""
     if not isinstance(indices, Tensor):
-        fail("state_indices", "a tensor [N] or None", type(indices).__name__, TypeError)
+        fail(name, f"a tensor {layout} or None", type(indices).__name__, TypeError)
     if indices.dtype != torch.int32:
-        fail("state_indices", "dtype int32", indices.dtype, TypeError)
-    check_shape("state_indices", indices, (indices.numel(),), "[N]")
-    check_device("state_indices", indices, pool.device)
+        fail(name, "dtype int32", indices.dtype, TypeError)
+    if indices.dim() != rank:
+        fail(name, f"shape {layout}", f"{tuple(indices.shape)}")
+    check_device(name, indices, pool.device)
 
 
 def through_a_copy(serve: Callable[..., Any], at: int, *tensors: Any) -> tuple[Tensor, Tensor]:
@@ -131,13 +155,18 @@ def through_a_copy(serve: Callable[..., Any], at: int, *tensors: Any) -> tuple[T
     It waits for the GPU where there are indices.
 
     Args:
-        serve: the call that returns a new state. at: the place of the state; the indices are the last tensor.
+        serve: the call that returns a new state. at: the place of the state; cu_seqlens and the indices are
+            the last tensors.
     """
-    pool, indices = tensors[at], tensors[-1]
+    pool, offsets, indices = tensors[at], *tensors[-2:]
     named = pool if indices is None else pool[indices.clamp(min=0)]
     o, last = serve(*tensors[:at], named, *tensors[at + 1 : -1], None)
     if indices is None:
         return o, pool.copy_(last)
     valid = indices >= 0
     pool[indices[valid]] = last[valid].to(pool.dtype)
-    return o.masked_fill(~valid[:, None, None, None], 0), pool
+    if offsets is None:
+        of_tokens = valid[:, None]
+    else:
+        of_tokens = valid.repeat_interleave(offsets.diff(), output_size=o.shape[1])[None]
+    return o.masked_fill(~of_tokens[..., None, None], 0), pool

@@ -137,8 +137,8 @@ def without_gradients(name: str, op: Callable[..., Any], inputs: int) -> Callabl
 
 
 def noting_writes(
-    in_place: Callable[..., Tensor], written: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
-) -> Callable[..., Tensor]:
+    in_place: Callable[..., Any], written: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+) -> Callable[..., Any]:
     """in_place, after which autograd knows what was written.
 
     A kernel writes by address, so nothing else would tell autograd that what it may have saved has changed.
@@ -147,7 +147,7 @@ def noting_writes(
         written: from the arguments of in_place.
     """
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any) -> Any:
         result = in_place(*args)
         increment_version(written(args))
         return result
@@ -155,10 +155,10 @@ def noting_writes(
     return call
 
 
-def below_versions(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def below_versions(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op below the key that counts the versions of tensors."""
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any) -> Any:
         with transforms.below_versions():
             return op(*args)
 

@@ -2,12 +2,13 @@
 
 tfla_tk::recurrent takes a `RecurrentCore` and returns (o, last): o [B, T, HV, V] in q's dtype, and the state
 after the last token in fp32 (fp64 for fp64 q), [0] where it is not wanted.
-tfla_tk::recurrent_ writes the state over the one it read, in its dtype, and returns o. With state_indices [B]
-    int32 the states lie in a pool [slots, ..]; where an index is below 0, o is 0 and nothing is written.
+tfla_tk::recurrent_ writes o and, over the state it read, the one after the last token, in their dtypes. With
+    indices the states lie in a pool [slots, ..], see `Slots`; where there is none, o is 0.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.calls.recurrent import RecurrentCore, through_a_copy
+from tfla_tk.calls.recurrent import RecurrentCore, Slots, through_a_copy
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
@@ -28,7 +29,8 @@ _library.define(
     " -> (Tensor o, Tensor last)"
 )
 _library.define(
-    f"recurrent_({_GIVEN}Tensor(a!) state, Tensor? cu_seqlens, {_FLAGS}Tensor? state_indices) -> Tensor o"
+    f"recurrent_({_GIVEN}Tensor(a!) state, Tensor? cu_seqlens, {_FLAGS}Tensor(b!) o, Tensor? indices, "
+    "Tensor? accepted, int first) -> ()"
 )
 _op = torch.ops.tfla_tk.recurrent.default
 _op_in_place = torch.ops.tfla_tk.recurrent_.default
@@ -45,10 +47,16 @@ def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) ->
     """
     core, state_indices = _core(kernel, call, tensors), tensors[-1]
     if call.state_in_place is not None:
-        run = _direct_in_place if direct else _op_in_place
-        return run(*core[:-1], state_indices), core.initial_state
+        o = torch.empty_like(core.v, memory_format=torch.contiguous_format)
+        write(core, o, Slots(state_indices), direct=direct)
+        return o, core.initial_state
     o, last = _on_cuda(*core) if direct else _op(*core)
     return o, last if core.output_final_state else None
+
+
+def write(core: RecurrentCore, o: Tensor, slots: Slots, *, direct: bool = False) -> None:
+    """Overwrite o [B, T, HV, V], whose rows are contiguous, and the states; direct as in `serve`."""
+    (_direct_in_place if direct else _op_in_place)(*core[:-1], o, *slots)
 
 
 def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentCore:
@@ -96,13 +104,47 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return out
 
 
-def _in_place_on_cpu(*args: Any) -> Tensor:
-    core, state, indices = RecurrentCore(*args[:-1], True), args[7], args[-1]
+def _in_place_on_cpu(*args: Any) -> None:
+    core, o, slots = _in_place(args)
+    assert core.initial_state is not None
 
     def new_state(*tensors: Any) -> tuple[Tensor, Tensor]:
         return _on_cpu(*core._replace(initial_state=tensors[0]))
 
-    return through_a_copy(new_state, 0, state, indices)[0]
+    if slots.of_tokens:
+        _token_by_token(core, o, slots)
+    else:
+        indices = None if slots.indices is None else slots.indices - slots.first
+        states = core.initial_state[slots.first :]
+        o.copy_(through_a_copy(new_state, 0, states, core.cu_seqlens, indices)[0])
+
+
+def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
+    """With the state behind every token in a pool, from which that of the next token is read."""
+    pool, indices, batch, tokens = core.initial_state, slots.indices, *core.q.shape[:2]
+    assert pool is not None and indices is not None
+    ends = range(0, batch * tokens + 1, tokens) if core.cu_seqlens is None else core.cu_seqlens.tolist()
+    flat = [None if x is None else x.flatten(0, 1)[None] for x in core[:5]]
+    found, columns = o.flatten(0, 1), indices.shape[1]
+    for row, (first, end) in enumerate(itertools.pairwise(ends)):
+        column = 0 if slots.accepted is None else int(slots.accepted[row]) - 1
+        slot = int(indices[row, column]) if 0 <= column < columns else -1
+        for t in range(first, end):
+            if slot < slots.first:
+                found[t] = 0
+                continue
+            token = [None if x is None else x[:, t : t + 1] for x in flat]
+            of_token = core._replace(**dict(zip(core._fields, token, strict=False)), cu_seqlens=None)
+            out, last = _on_cpu(*of_token._replace(initial_state=pool[slot][None].to(state_dtype(core.q))))
+            found[t] = out[0, 0]
+            slot = int(indices[row, t - first]) if t - first < columns else -1
+            if slot >= slots.first:
+                pool[slot] = last[0]
+
+
+def _in_place(args: tuple[Any, ...]) -> tuple[RecurrentCore, Tensor, Slots]:
+    """The arguments of the op in place."""
+    return RecurrentCore(*args[:14], True), args[14], Slots(*args[15:])
 
 
 def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
@@ -111,21 +153,17 @@ def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     return recurrent.launch(RecurrentCore(*args))
 
 
-def _in_place_on_cuda(*args: Any) -> Tensor:
+def _in_place_on_cuda(*args: Any) -> None:
     from tfla_tk.backends.tk import recurrent
 
-    return recurrent.launch_in_place(RecurrentCore(*args[:-1], True), args[-1])
+    recurrent.launch_in_place(*_in_place(args))
 
 
 def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return (args[7],)
+    return args[7], args[14]
 
 
 _direct_in_place = autograd.noting_writes(_in_place_on_cuda, _written)
-
-
-def _in_place_as_fake(*args: Any) -> Tensor:
-    return args[0].new_empty(args[2].shape)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -150,7 +188,7 @@ _library.register_vmap("recurrent", _vmap)
 flops.register("recurrent", flops.step)
 _library.impl("recurrent_", _in_place_on_cpu, "CPU")
 _library.impl("recurrent_", _in_place_on_cuda, "CUDA")
-_library.register_fake("recurrent_", _in_place_as_fake)
+_library.register_fake("recurrent_", lambda *args: None)
 _library.impl("recurrent_", autograd.without_gradients("recurrent_", _op_in_place, _TENSORS), "Autograd")
 _library.impl(
     "recurrent_", autograd.noting_writes(autograd.below_versions(_op_in_place), _written), "ADInplaceOrView"

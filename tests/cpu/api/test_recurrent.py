@@ -167,6 +167,21 @@ def test_states_of_a_pool(name: str) -> None:
     assert torch.equal(pool[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
 
 
+@of_every_name
+def test_packed_states_of_a_pool(name: str) -> None:
+    """One sequence of no token, and one without a state."""
+    function = getattr(tfla_tk, f"fused_recurrent_{name}")
+    x = draw_of(name, seq=9, batch=1, rows=4) | {"cu_seqlens": torch.tensor([0, 4, 4, 6, 9])}
+    o, last = function(**x, output_final_state=True)
+    pool = x.pop("initial_state").flip(0).clone()
+    before = pool.clone()
+    indices = torch.tensor([3, 2, -1, 0], dtype=torch.int32)
+    found, _ = function(**x, initial_state=pool, state_indices=indices, inplace=True, output_final_state=True)
+    torch.testing.assert_close(found, torch.cat([o[:, :4], torch.zeros_like(o[:, 4:6]), o[:, 6:]], dim=1))
+    torch.testing.assert_close(pool.flip(0)[[0, 1, 3]], last[[0, 1, 3]])
+    assert torch.equal(pool[1], before[1])
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -207,9 +222,10 @@ def test_the_registered_ops(name: str, in_place: bool) -> None:
         return
     pool, indices = torch.cat([state, state]), torch.tensor([3, 0], dtype=torch.int32)
     pool[3], pool[0] = state[0].clone(), state[1].clone()
-    args = *given, pool, None, scale, *flags, indices
+    o = torch.empty_like(x["v"])
+    args = *given, pool, None, scale, *flags, o, indices, None, 0
     torch.library.opcheck(torch.ops.tfla_tk.recurrent_.default, args)
-    o = torch.ops.tfla_tk.recurrent_(*args)
+    torch.ops.tfla_tk.recurrent_(*args)
     torch.testing.assert_close((o, pool[[3, 0]]), expected)
 
 

@@ -17,6 +17,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk import recurrent
 from tfla_tk.build import instances
 from tfla_tk.build.locking import file_lock
+from tfla_tk.calls.recurrent import RecurrentCore, Slots
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import recurrent as ops
 
@@ -233,6 +234,48 @@ def test_packed_sequences(name: str, v_first: bool, dtype: torch.dtype) -> None:
     found, _ = call(name, packed | {"initial_state": pool, "state_indices": indices, "inplace": True})
     assert torch.equal(found[:, :4], o[:, :4]) and not found[:, 4:14].any()
     assert torch.equal(pool[[0, 2, 3, 4, 6, 8]], before[[0, 2, 3, 4, 6, 8]])
+
+
+@pytest.mark.parametrize(
+    ("name", "v_first", "tokens", "dtype"),
+    [
+        ("gated_delta_rule", True, 3, torch.float32),
+        ("gated_delta_rule", False, 7, HALF),  # in two turns
+        ("gla", True, 7, torch.float16),
+        ("gla", False, 1, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_state_behind_every_token(
+    name: str, v_first: bool, tokens: int, dtype: torch.dtype, packed: bool
+) -> None:
+    """From the state that the accepted tokens tell; bitwise as calls of one token. Slot 0 is no state."""
+    x = draw(name, tokens=tokens, batch=3, dims=(64, 128), v_first=v_first)
+    slots = torch.randperm(3 * 8, generator=torch.Generator().manual_seed(1)).int().view(3, 8) + 1
+    slots[1] = 0
+    accepted = torch.tensor([8, 1, 2], dtype=torch.int32)
+    pool = torch.randn(25, 2, *x.pop("initial_state").shape[1:]).to(dtype)[:, 0]
+    before, expected = pool.clone(), pool.clone()
+    rows = torch.zeros_like(x["v"])
+    for n in (0, 2):
+        state = before[slots[n, accepted[n] - 1]]
+        for t in range(tokens):
+            token = {k: v[n : n + 1, t : t + 1] if isinstance(v, Tensor) else v for k, v in x.items()}
+            kept = state[None].clone()
+            rows[n, t] = call(name, token | {"initial_state": kept, "inplace": True})[0][0, 0]
+            expected[slots[n, t]] = state = kept[0]
+    given = [x["q"], x["k"], x["v"], x.get("gk", x.get("g")), x.get("beta")]
+    offsets = None
+    if packed:
+        given = [None if part is None else part.flatten(0, 1)[None] for part in given]
+        offsets = torch.arange(4) * tokens
+    core = RecurrentCore(*given, None, None, pool, offsets, 64**-0.5, v_first, False, False, False, True)
+    o = torch.full_like(core.v, torch.nan)
+    recurrent.launch_in_place(core, o, Slots(slots[:, :7], accepted.clamp(max=7), 1))
+    assert not torch.equal(pool, expected)  # the seventh column is not the eighth
+    pool.copy_(before)
+    recurrent.launch_in_place(core, o, Slots(slots, accepted, 1))
+    assert torch.equal(pool, expected) and torch.equal(o.view_as(rows), rows)
 
 
 @pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_st
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.calls.recurrent import FEW, RecurrentCore, through_a_copy
+from tfla_tk.calls.recurrent import FEW, RecurrentCore, Slots, through_a_copy
 from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support, together
 
@@ -83,23 +85,34 @@ def launch(core: RecurrentCore) -> tuple[Tensor, Tensor]:
     # the state lies there between turns, too
     if core.output_final_state or core.q.shape[1] > instances.RECURRENT_TOKENS:
         after = torch.empty(core.state_shape, dtype=torch.float32, device=core.q.device)
-    o = _launch(core, before, after, None)
+    o = torch.empty(core.v.shape, dtype=core.q.dtype, device=core.q.device)
+    _launch(core, o, before, after, Slots())
     last = after if core.output_final_state else None
     return o, o.new_empty(0, dtype=torch.float32) if last is None else last
 
 
-def launch_in_place(core: RecurrentCore, state_indices: MaybeTensor) -> Tensor:
-    """o; the states are overwritten, with indices those of a pool that they name."""
+def launch_in_place(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
+    """o and the states are overwritten, with indices those of a pool that they name."""
     state = core.initial_state
     assert state is not None
-    if state.data_ptr() % ADDRESS_ALIGNMENT or state.stride(0) * state.itemsize % ADDRESS_ALIGNMENT:
-        return through_a_copy(
-            lambda named, _: launch(core._replace(initial_state=named)), 0, state, state_indices
-        )[0]
-    return _launch(core, state, state, state_indices)
+    if is_aligned(state):
+        _launch(core, o, state, state, slots)
+        return
+    # the public functions alone make such calls, without a first index
+    found, _ = through_a_copy(
+        lambda named, *_: launch(core._replace(initial_state=named)), 0, state, core.cu_seqlens, slots.indices
+    )
+    o.copy_(found)
 
 
-def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots: MaybeTensor) -> Tensor:
+def is_aligned(states: Tensor) -> bool:
+    """Whether the kernels can read and write states in place."""
+    return (
+        states.data_ptr() % ADDRESS_ALIGNMENT == 0 == states.stride(0) * states.itemsize % ADDRESS_ALIGNMENT
+    )
+
+
+def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTensor, slots: Slots) -> None:
     q, k, v = core.q, core.k, core.v
     _, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
@@ -109,13 +122,11 @@ def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots:
     by_channel, delta_rule = core.by_channel, core.beta is not None
     launcher, kernels = _kernels_of(dim_k, core.state_v_first, by_channel, delta_rule, dtype)
     kernel = build.load(launcher, *kernels)
-    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     # to be held until the launches, which get addresses alone
     g = None if core.g is None else _narrowed(core.g)
-    rows = [None if x is None else _with_dense_rows(x) for x in (q, k, v, o, g)]
+    rows = [None if x is None else _with_dense_rows(x) for x in (q, k, v, o, g)]  # those of o are dense
     beta = None if core.beta is None else _narrowed(core.beta)
     per_head = [None if x is None else _narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
-    indices = None if slots is None else slots.contiguous()
     offsets = None if core.cu_seqlens is None else core.cu_seqlens.contiguous()
     kernel.decode(
         *(None if x is None else _numbers(x) for x in (*rows, beta)),
@@ -123,7 +134,7 @@ def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots:
         _pool(before),
         _pool(after),
         DTYPES[dtype],
-        pointer(indices),
+        None if slots.indices is None else _columns(slots.indices, slots),
         (pointer(offsets), offsets is not None and offsets.dtype == torch.int64),
         (core.sequences, heads, value_heads, dim_k, dim_v, tokens),
         core.scale,
@@ -136,7 +147,19 @@ def _launch(core: RecurrentCore, before: MaybeTensor, after: MaybeTensor, slots:
         where,
         current_stream(where),
     )
-    return o
+
+
+def _columns(indices: Tensor, slots: Slots) -> tuple[Any, ...]:
+    """Slots as the launcher takes them."""
+    columns = indices.shape[1] if slots.of_tokens else 1
+    return (
+        indices.data_ptr(),
+        indices.stride(0),
+        columns,
+        slots.of_tokens,
+        pointer(slots.accepted),
+        slots.first,
+    )
 
 
 def _pool(x: MaybeTensor) -> tuple[int, int]:
