@@ -131,14 +131,14 @@ def fused_sigmoid_gating_delta_rule_update(
             q. o of tokens behind the last offset is not written.
         ssm_state_indices: int32, with at least N (B) rows. [N]: the state of a sequence, which is read, and
             overwritten by that behind its last token. [N, columns]: the state behind token t of a sequence is
-            written where column t says, and column 0 says where the one before its tokens is. The indices of
-            a sequence's tokens name states all or not at all; no two sequences name the same.
+            written where column t says, and column 0 says where the one before its tokens is. No two
+            sequences name the same state.
         num_accepted_tokens: int32, at least [N], with indices [N, columns]: the state before the tokens of a
             sequence is in column num_accepted_tokens - 1.
         use_qk_l2norm_in_kernel: q and k are divided by their norms.
         is_kda: False: decays per key channel have no kernel here.
-        first_index: of the first state. Where the index of the state before the tokens is below it, or in no
-            column, o is 0 and no state is touched.
+        first_index: of the first state. From the first token on whose state, before or behind it, has an
+            index below that or is in no column, o is 0 and no state is touched.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and initial_state itself.

@@ -11,33 +11,32 @@ namespace tfla_tk::decode {
 template <class C> struct KFirst {
     using State = typename C::State;
     using P = typename C::Part;
-    static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
+    static constexpr int K = C::K, T = C::kTokens, kWarps = C::kThreads / 32;
     static constexpr int L = P::kLanes, R = P::kRows, kSide = 32 / L;
     static constexpr bool kDelta = C::kWrite == Write::delta;
 
     struct Memory {
         Tokens<C> tokens;
         float4 keys[2][kWarps][L], queries[2][kWarps][L];  // S^T k and S^T q over a warp's rows
+        Four<State> staged[C::kStaged ? R : 1][C::kStaged ? C::kThreads : 1];
     };
 
     const DecodeParams& p;
     Memory& memory;
     const Entry entry;
-    const int start;     // the number of the first token
     const bool goes_on;  // behind a turn that has written the state
     const int passes, lane, warp, column, row, head, slice, count;
     std::int64_t out;
     const State* from;
     State* to;
-    std::int64_t stride;  // between two rows of a thread
-    Four<State> words[R];
+    std::int64_t stride;   // between two rows of a thread
+    Four<State> words[R];  // of the pass to come, where they are not staged
     int set = 0;
 
     __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes, int start)
         : p(p),
           memory(memory),
           entry(p, blockIdx.z, start),
-          start(start),
           goes_on(start > 0),
           passes(passes),
           lane(threadIdx.x % 32),
@@ -45,18 +44,17 @@ template <class C> struct KFirst {
           column(lane % L),
           row(warp * kSide + lane / L),
           head(blockIdx.y),
-          slice(blockIdx.x * passes * P::kSlice),
-          count(passes * P::kSlice),
+          slice(blockIdx.x * passes * C::kSlice),
+          count(passes * C::kSlice),
           stride(static_cast<std::int64_t>(P::kStep) * p.dim_v) {}
 
     // Whether the entry has no more tokens than this turn takes.
-    __device__ inline bool is_last() const { return T == 1 || entry.tokens <= T; }
+    __device__ inline bool is_last() const { return T == 1 || entry.tokens <= tokens_of_turn<C>(p); }
 
-    __device__ inline void run() {
+    __device__ inline void run(int start) {
         const int slot = slot_before(p.slots, blockIdx.z, start);
-        // where the state behind the tokens goes; of several tokens each may have its own
-        const int after = T == 1 && p.slots.every ? slot_of(p.slots, blockIdx.z, 0) : slot;
-        const int tokens = T == 1 ? 1 : min(T, entry.tokens);
+        const int after = p.slots.every ? slot_of(p.slots, blockIdx.z, start) : slot;
+        const int tokens = T == 1 ? 1 : min(tokens_of_turn<C>(p), entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
         if (warp < tokens) raw.load(p, entry, warp, head, slice, count, lane);
@@ -82,20 +80,15 @@ template <class C> struct KFirst {
 #pragma unroll 1
         for (int pass = 0; pass < passes; pass++) {
             float s[R][4];
-#pragma unroll
-            for (int r = 0; r < R; r++) widen<State>(s[r], words[r]);
+            take_state(s);
             const bool more = pass + 1 < passes;
-            // NOTES: of fp32 behind the stores, since it takes the registers of s
-            if (sizeof(State) < 4 && more) load_state();
+            if (C::kStaged && more) load_state();
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) {
-                step(s, pass, t);
-                if (T > 1 && p.slots.every) store_between(s, slot, t);
-            }
-            if (T == 1 || !p.slots.every) store_state(s, to);
-            to += P::kSlice;
-            out += P::kSlice;
-            if (sizeof(State) == 4 && more) load_state();
+            for (int t = 0; t < tokens; t++) step(s, pass, t);
+            store_state(s);
+            out += C::kSlice;
+            // NOTES: behind the stores, since the words take the registers of s
+            if (!C::kStaged && more) load_state();
         }
     }
 
@@ -103,7 +96,7 @@ template <class C> struct KFirst {
 #pragma unroll 1
         for (int t = 0; t < tokens; t++)
 #pragma unroll 1
-            for (int n = threadIdx.x; n < count; n += P::kThreads)
+            for (int n = threadIdx.x; n < count; n += C::kThreads)
                 store_output(p, out + t * p.o.token_stride + n, 0.f);
     }
 
@@ -112,29 +105,43 @@ template <class C> struct KFirst {
             const State* at = from;
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                words[r] = load_four(at);
+                if constexpr (C::kStaged)
+                    copy_four(&memory.staged[r][threadIdx.x], at);
+                else
+                    words[r] = load_four(at);
                 advance(at, stride);
             }
         } else {
 #pragma unroll
-            for (int r = 0; r < R; r++) words[r] = {};
+            for (int r = 0; r < R; r++) {
+                if constexpr (C::kStaged)
+                    memory.staged[r][threadIdx.x] = {};
+                else
+                    words[r] = {};
+            }
         }
-        from += P::kSlice;
+        from += C::kSlice;
     }
 
-    __device__ inline void store_between(const float (&s)[R][4], int slot, int t) {
-        const int its = slot_of(p.slots, blockIdx.z, start + t);
-        if (its >= 0) store_state(s, to + static_cast<std::int64_t>(its - slot) * p.after.slot_stride);
+    __device__ inline void take_state(float (&s)[R][4]) {
+        if constexpr (C::kStaged) wait_for_copies();
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if constexpr (C::kStaged) words[r] = memory.staged[r][threadIdx.x];
+            widen<State>(s[r], words[r]);
+        }
     }
 
-    __device__ inline void store_state(const float (&s)[R][4], State* at) {
+    __device__ inline void store_state(const float (&s)[R][4]) {
         if (p.after.data != nullptr) {
+            State* at = to;
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 store_four(at, narrow<State>(s[r]));
                 advance(at, stride);
             }
         }
+        to += C::kSlice;
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
@@ -154,12 +161,12 @@ template <class C> struct KFirst {
         const int mine = column * 4 + lane / 8;
         float* const key_sums = reinterpret_cast<float*>(&memory.keys[set][0][0]);
         float* const query_sums = reinterpret_cast<float*>(&memory.queries[set][0][0]);
-        if constexpr (kDelta) key_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
-        query_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
+        if constexpr (kDelta) key_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
+        query_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
         if constexpr (kDelta) __syncthreads();
 
         float u[4];
-        widen<float>(u, *reinterpret_cast<const float4*>(&memory.tokens.v[t][pass * P::kSlice + column * 4]));
+        widen<float>(u, *reinterpret_cast<const float4*>(&memory.tokens.v[t][pass * C::kSlice + column * 4]));
         if constexpr (kDelta) {
             float sum[4] = {};
 #pragma unroll
@@ -182,10 +189,10 @@ template <class C> struct KFirst {
             round_between_tokens<C>(s[r]);
         }
         if constexpr (!kDelta) __syncthreads();
-        if (warp == 0 && lane % 8 < L) {  // of four lanes side by side, pairs have the same column
+        if (warp == 0) {
             float sum = 0.f;
 #pragma unroll
-            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * P::kSlice + mine]);
+            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * C::kSlice + mine]);
             const int e = lane / 8;
             const float of_column = e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3];
             store_output(p, out + t * p.o.token_stride + mine,

@@ -32,8 +32,8 @@ struct Slots {
     const int* data;      // [batch, columns]
     std::int64_t stride;  // elements from one entry's to the next one's; those of an entry are contiguous
     int columns;
-    // The state behind each token is stored, where the column of the token's number tells. Otherwise the one
-    // behind the last token is, over that before the first.
+    // The state behind each token is stored, where the column of the token's number tells; from the first
+    // token without one on, o is 0. Otherwise the one behind the last token is, over that before the first.
     bool every;
     const int* accepted;  // [batch], before the tokens is the state of column accepted - 1; null: of column 0
     int first;

@@ -38,11 +38,16 @@ __device__ inline int slot_before(const Slots& s, int entry, int start) {
     return slot_of(s, entry, s.accepted != nullptr ? s.accepted[entry] - 1 : 0);
 }
 
-// In shared memory. A warp of V-first that takes one token has its own, and v in registers.
+// A turn takes up to so many tokens: it reads the state before them and writes the one behind them.
+template <class C> __device__ inline int tokens_of_turn(const DecodeParams& p) {
+    return p.slots.every ? 1 : C::kTokens;
+}
+
+// In shared memory. A warp of V-first that takes one token has v in registers.
 template <class C> struct alignas(16) Tokens {
     static constexpr bool kChannel = C::kDecay == Decay::channel;
     static constexpr bool kHasValues = C::kLayout == Layout::k_first || C::kTokens > 1;
-    static constexpr int kValues = kHasValues ? kMostPasses * C::Part::kSlice : 4;
+    static constexpr int kValues = kHasValues ? C::kMostPasses * C::kSlice : 4;
     float k[C::kTokens][C::K], q[C::kTokens][C::K];  // by Part::place
     float channel[kChannel ? C::kTokens : 1][kChannel ? C::K : 4];
     float v[C::kTokens][kValues];

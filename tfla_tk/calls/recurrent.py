@@ -72,8 +72,8 @@ class Slots(NamedTuple):
 
     Attributes:
         indices: int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind
-            their tokens, one after the other, all or none of a sequence. None: there is no pool, but a state
-            per sequence.
+            their tokens, one after the other; from the first token without one on, o is 0. None: there is no
+            pool, but a state per sequence.
         accepted: int32 [N], with indices [N, columns]: a sequence goes on from the state of its column
             accepted - 1. None: from that of column 0.
         first: indices below it name no state.

@@ -130,16 +130,15 @@ def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
         column = 0 if slots.accepted is None else int(slots.accepted[row]) - 1
         slot = int(indices[row, column]) if 0 <= column < columns else -1
         for t in range(first, end):
-            if slot < slots.first:
-                found[t] = 0
+            after = int(indices[row, t - first]) if t - first < columns else -1
+            if min(slot, after) < slots.first:
+                found[t], slot = 0, -1
                 continue
             token = [None if x is None else x[:, t : t + 1] for x in flat]
             of_token = core._replace(**dict(zip(core._fields, token, strict=False)), cu_seqlens=None)
             out, last = _on_cpu(*of_token._replace(initial_state=pool[slot][None].to(state_dtype(core.q))))
-            found[t] = out[0, 0]
-            slot = int(indices[row, t - first]) if t - first < columns else -1
-            if slot >= slots.first:
-                pool[slot] = last[0]
+            found[t], slot = out[0, 0], after
+            pool[slot] = last[0]
 
 
 def _in_place(args: tuple[Any, ...]) -> tuple[RecurrentCore, Tensor, Slots]:

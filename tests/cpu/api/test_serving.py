@@ -157,6 +157,18 @@ def test_drafts(packed: bool) -> None:
     assert_others_untouched(pool, before, [3, 4, 5, 6, 7, 8])
 
 
+def test_a_draft_with_too_few_states() -> None:
+    """It ends before the first token without one."""
+    x = draw(batch=2, seq=4)
+    before = x["initial_state"].clone()
+    o, pool = update(x, ints([[1, 2], [4, -1]]))
+    for row, count in ((0, 2), (1, 1)):
+        expected, state = exact(x, row, slice(count), before[(1, 4)[row]])
+        torch.testing.assert_close((o[row, :count], pool[(2, 4)[row]]), (expected, state))
+        assert not o[row, count:].any()
+    assert_others_untouched(pool, before, [1, 2, 4])
+
+
 @pytest.mark.parametrize("accepted", [0, 4, 100])
 def test_an_accepted_count_of_no_column(accepted: int) -> None:
     """Nothing is read beyond the row of indices."""

@@ -271,11 +271,11 @@ def test_the_state_behind_every_token(
         offsets = torch.arange(4) * tokens
     core = RecurrentCore(*given, None, None, pool, offsets, 64**-0.5, v_first, False, False, False, True)
     o = torch.full_like(core.v, torch.nan)
-    recurrent.launch_in_place(core, o, Slots(slots[:, :7], accepted.clamp(max=7), 1))
-    assert not torch.equal(pool, expected)  # the seventh column is not the eighth
-    pool.copy_(before)
     recurrent.launch_in_place(core, o, Slots(slots, accepted, 1))
     assert torch.equal(pool, expected) and torch.equal(o.view_as(rows), rows)
+    accepted[:] = 1
+    recurrent.launch_in_place(core, o, Slots(slots[:, :2], accepted, 1))  # states of two tokens
+    assert o.view_as(rows)[0, :2].any() and not o.view_as(rows)[:, 2:].any()
 
 
 @pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])
