@@ -15,6 +15,8 @@ from .results import (
     OPS,
     SCHEDULES,
     STEP,
+    STEP_OF,
+    V_FIRST,
     Pair,
     Row,
     contest_of,
@@ -58,8 +60,8 @@ def render(rows: Sequence[Row]) -> str:
     parts: list[str] = []
     for op in OPS:
         own = [row for row in rows if row["op"] == op]
-        if op == STEP:
-            parts.append(_steps(own))
+        if op in (STEP, *STEP_OF.values()):
+            parts.append(_steps(op, own))
             continue
         for which in PASSES:
             chosen = [row for row in own if row["pass"] == which]
@@ -268,10 +270,11 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
     return _section(title, columns, found, f"{caption}\n\n{_origin(found)}")
 
 
-def _steps(rows: Sequence[Row]) -> str:
+def _steps(op: str, rows: Sequence[Row]) -> str:
     """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
     found = pairs(rows)
-    in_place = {contest_of(row): row for row in rows if row["backend"] == IN_PLACE}
+    header, other = ("in place ms", IN_PLACE) if op == STEP else ("V-first ms", f"tk{V_FIRST}")
+    others = {contest_of(row): row for row in rows if row["backend"] == other}
 
     def of_copy_rate(row: Row) -> str:
         graph = row.get("graph_ms")
@@ -280,7 +283,7 @@ def _steps(rows: Sequence[Row]) -> str:
     columns: Columns = (
         *PROBLEM,
         ("tk ms", _ours(_graph_ms)),
-        ("in place ms", lambda pair: _graph_ms(in_place.get(contest_of(pair.shown), {}))),
+        (header, lambda pair: _graph_ms(others.get(contest_of(pair.shown), {}))),
         ("Triton ms", _theirs(_graph_ms)),
         ("speed-up", lambda pair: _speed_up(_through_graphs(pair) or Pair(pair.shown, None, None))),
         ("of the copy rate", _ours(of_copy_rate)),
@@ -289,7 +292,7 @@ def _steps(rows: Sequence[Row]) -> str:
         ("error", _ours(_error)),
     )
     caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
-    return _section(TITLES[STEP], columns, found, f"{caption}; {_origin(found)}")
+    return _section(TITLES[op], columns, found, f"{caption}; {_origin(found)}")
 
 
 def _through_graphs(pair: Pair) -> Pair | None:

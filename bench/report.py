@@ -36,6 +36,10 @@ TITLES = {
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
     "mlstm_step": "mLSTM, one step",
+    "gated_delta_rule_step": "gated delta rule, one step",
+    "gla_step": "GLA, one step",
+    "simple_gla_step": "simple GLA, one step",
+    "delta_rule_step": "delta rule, one step",
     "model_step": "xLSTM, whole model",
 }
 PASS_TITLES = {

@@ -18,6 +18,9 @@ Row = dict[str, Any]
 FOLDER = Path(__file__).resolve().parent / "results"
 STEP = "mlstm_step"  # decoding: by tk also in place, "tk:in_place"
 IN_PLACE = "tk:in_place"
+# decoding of the linear operators: states [K, V], and with this behind the backend [V, K]
+STEP_OF = {op: f"{op}_step" for op in ("gated_delta_rule", "gla", "simple_gla", "delta_rule")}
+V_FIRST = ":v_first"
 MODEL = "model_step"  # a whole model: phases in place of passes, no count of FLOP and bytes
 OPS = (
     "mlstm_exp",
@@ -29,6 +32,7 @@ OPS = (
     "delta_rule",
     "gated_delta_rule",
     STEP,
+    *STEP_OF.values(),
     MODEL,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with

@@ -258,10 +258,25 @@ def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
 
 
+def _linear_step(gates: int | None) -> PerToken:
+    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates as above."""
+
+    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, None]:
+        token = 2 * itemsize * (shape.K / shape.group + shape.V)
+        numbers = 2 * shape.K * shape.V + (shape.K if gates is None else gates)
+        return Cost(flops.step(shape.K, shape.V), token + 4 * numbers), None
+
+    return per_token
+
+
 COSTS: dict[str, PerToken] = {
     "mlstm_exp": _mlstm,
     "mlstm_sig": _mlstm,
     "mlstm_step": _step,
+    "gated_delta_rule_step": _linear_step(2),
+    "gla_step": _linear_step(None),
+    "simple_gla_step": _linear_step(1),
+    "delta_rule_step": _linear_step(1),
     # a log decay per token; one per head
     "simple_gla": _linear(1),
     "retention": _linear(0),

@@ -1,5 +1,7 @@
 """`python -m tfla_tk.bench step`: one token of mLSTM, against mlstm_kernels' Triton step and the copy rate.
 
+With --op one token of the linear operators: `linear_step`.
+
 A call makes T steps, each on a state of its own, as a model of T layers does for one token: at T = 32 even
 the states of batch 1 are more than the L2 cache holds. The column "roofline" is the share of the copy rate
 that was measured in the same run. q, k, v, h and the state are of the run's dtype, m among them. Decoding
@@ -19,14 +21,16 @@ from tfla_tk import mlstm_step, reference
 from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
+from . import linear_step
 from .compare import Contest, add_run_arguments, carry_out
 from .inputs import FORGET_BIAS
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .shapes import Shape, parse_shapes
-from .usage import UsageError, argument
+from .usage import UsageError, argument, names
 from .variants import Variant
 
+MLSTM = "mlstm"
 SHAPES = parse_shapes("64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x512,1x32x8x256x512")
 
 
@@ -118,6 +122,13 @@ VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "referenc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench step`."""
     parser.add_argument(
+        "--op",
+        type=names((MLSTM, *linear_step.OPERATORS)),
+        default=[MLSTM],
+        metavar="OP,..",
+        help=f"of {MLSTM}, {', '.join(linear_step.OPERATORS)} (default: {MLSTM})",
+    )
+    parser.add_argument(
         "--shapes",
         type=argument(parse_shapes),
         metavar="SHAPES",
@@ -135,14 +146,23 @@ def run(args: argparse.Namespace) -> int:
         UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
-    shapes = args.shapes or (SHAPES if on_gpu else (Shape(2, 3, 2, 16, 32),))
-    for shape in shapes:
-        OPERATOR.check_shape(shape)
-        if shape.N is not None:
-            raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
-    variants = VARIANTS if on_gpu else VARIANTS[-1:]
-    chosen = shapes[:1] if args.quick else shapes
+    contests = []
+    for op in args.op:
+        operator, shapes = OPERATOR, SHAPES
+        variants = VARIANTS if on_gpu else VARIANTS[-1:]
+        if op != MLSTM:
+            operator, shapes = linear_step.OPERATORS[op], linear_step.shapes_of(op)
+            variants = linear_step.variants_of(op, on_gpu=on_gpu)
+        shapes = args.shapes or (shapes if on_gpu else (Shape(2, 3, 2, 16, 32),))
+        for shape in shapes:
+            operator.check_shape(shape)
+            if shape.N is not None:
+                raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
+        contests += [
+            Contest(operator, "fwd", shape, variants) for shape in (shapes[:1] if args.quick else shapes)
+        ]
     try:
-        return carry_out(args, [Contest(OPERATOR, "fwd", shape, variants) for shape in chosen])
+        return carry_out(args, contests)
     finally:
         _copies.clear()
+        linear_step.forget()

@@ -1,0 +1,160 @@
+"""One token of the linear operators for `python -m tfla_tk.bench step`, against FLA's step and the copy rate.
+
+A call makes T steps, each on an fp32 state of its own, of more than STATE_BYTES in all: no state is left in
+the L2 cache. The variant "v_first" has its states [V, K], as engines and most of FLA's layers keep them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import reference
+
+from . import fla
+from .inputs import FORGET_BIAS
+from .operators import Operator
+from .results import STEP_OF, V_FIRST
+from .shapes import Shape
+from .variants import Variant
+
+STATE_BYTES = 2e8
+BATCHES = 1, 8, 64, 256
+# of the public functions, in the order of the inputs
+GATES = {
+    "gated_delta_rule": ("g", "beta"),
+    "gla": ("gk",),
+    "simple_gla": ("g",),
+    "delta_rule": ("beta",),
+}
+# heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models
+MODELS = {
+    "gated_delta_rule": ((16, 128, 128, 32), (30, 96, 192, 30)),
+    "gla": ((4, 256, 512, 4),),
+    "simple_gla": ((16, 128, 128, 16),),
+    "delta_rule": ((16, 128, 128, 16),),
+}
+L2NORM = {"use_qk_l2norm_in_kernel": True}
+
+
+def inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+    *,
+    gates: tuple[str, ...],
+) -> dict[str, Tensor]:
+    """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
+
+    Args:
+        layout, forget_bias: have no meaning here.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    values = shape.value_heads
+    sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
+    sizes |= {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
+    sizes["state"] = values, shape.K, shape.V  # type: ignore[assignment]
+    found = {}
+    for name, size in sizes.items():
+        kind = dtype if name in ("q", "k", "v") else torch.promote_types(dtype, torch.float32)
+        drawn = torch.randn((shape.T, shape.B, *size), generator=generator, dtype=kind, device=device)
+        if name in gates:
+            drawn = torch.sigmoid(drawn) if name == "beta" else torch.nn.functional.logsigmoid(drawn + 2)
+        found[name] = drawn.movedim(0, 2)
+    return found
+
+
+class LinearStep(Operator):
+    """T steps of one token. Their new states are kept until the end, so that each is written to memory."""
+
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
+        """o [B, HV, T, V] of a backend of the public function or of FLA's, with states [K, V], or [V, K]."""
+        *tokens, state = tensors
+        backend, v_first, _ = backend.partition(V_FIRST)
+        options: dict[str, Any] = dict(self.options)
+        if v_first:
+            state, options["state_v_first"] = _transposed(state), True
+        if backend == fla.VARIANT:
+            function: Any = partial(fla.call, self.function)
+        else:
+            function = partial(getattr(tfla_tk, self.function), backend=backend)
+        outputs, states = [], []
+        for *of_token, before in zip(*(x.unbind(2) for x in (*tokens, state)), strict=True):
+            q, k, v, *rest = (x[:, None] for x in of_token)
+            given = dict(zip(self.gates, rest, strict=True))
+            o, after = function(q, k, v, **given, **options, initial_state=before, output_final_state=True)
+            outputs.append(o[:, 0])
+            states.append(after)
+        return torch.stack(outputs, dim=2)
+
+
+_transposes: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _transposed(state: Tensor) -> Tensor:
+    """The states [.., V, K], each contiguous, made on the first call with them."""
+    key = state.data_ptr(), state.shape, state.dtype
+    if key not in _transposes:
+        _transposes.clear()
+        _transposes[key] = state.movedim(2, 0).mT.contiguous().movedim(0, 2)
+    return _transposes[key]
+
+
+def forget() -> None:
+    """Give the memory of the transposed states back."""
+    _transposes.clear()
+
+
+def truth(*, op: str, chunk_size: int, use_qk_l2norm_in_kernel: bool = False, **tensors: Tensor) -> Tensor:
+    """o [B, HV, T, V] of the recurrence."""
+    batch, _, steps, _ = tensors["q"].shape
+    of_steps = {name: x.movedim(2, 1).flatten(0, 1) for name, x in tensors.items()}
+    state = of_steps.pop("state")
+    q, k, v, *gates = (x[:, None] for x in of_steps.values())
+    if use_qk_l2norm_in_kernel:
+        q, k = reference.l2_norm(q), reference.l2_norm(k)
+    o, _ = getattr(reference, f"{op}_recurrent")(q, k, v, *gates, initial_state=state)
+    return o[:, 0].unflatten(0, (batch, steps)).movedim(1, 2)
+
+
+def shapes_of(op: str) -> tuple[Shape, ...]:
+    """Each model with each of BATCHES, and as many steps as fill STATE_BYTES."""
+    found = []
+    for heads, dim_k, dim_v, value_heads in MODELS[op]:
+        for batch in BATCHES:
+            steps = math.ceil(STATE_BYTES / (batch * value_heads * dim_k * dim_v * 4))
+            found.append(Shape(batch, steps, heads, dim_k, dim_v, HV=value_heads))
+    return tuple(found)
+
+
+def variants_of(op: str, *, on_gpu: bool) -> list[Variant]:
+    """The kernels and FLA's, with states [K, V] and, where the function has it, [V, K]; the reference."""
+    names = ["tk", fla.VARIANT] if on_gpu else []
+    if op != "delta_rule":
+        names += [name + V_FIRST for name in names]
+    return [Variant(name, name) for name in (*names, "reference")]
+
+
+OPERATORS: dict[str, Operator] = {
+    op: LinearStep(
+        STEP_OF[op],
+        f"fused_recurrent_{op}",
+        partial(inputs, gates=gates),
+        partial(truth, op=op),
+        options=L2NORM if "delta" in op else {},
+        output="o",
+        gates=gates,
+        states={},
+        has_value_heads=op == "gated_delta_rule",
+        runs_in_graphs=True,
+    )
+    for op, gates in GATES.items()
+}
