@@ -2,7 +2,7 @@
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes README.md's figure and the
 tables of docs/results.md, `api` docs/api.md; `ablation` times mLSTM's forward without overlap, `step` one
-token, `model` whole models; `train` compares loss curves.
+token, `model` whole xLSTMs and `generate` models that generate; `train` compares loss curves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tfla_tk.cli import run_command
 
-from . import ablation, api, compare, model_step, plots, readme, results, step, train
+from . import ablation, api, compare, generate, model_step, plots, readme, results, step, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model_step.add_arguments(
         add("model", model_step.run, "train, prefill and decode with xLSTM models, Triton against tk")
     )
+    generate.add_arguments(add("generate", generate.run, "tokens per second of generate(), FLA against tk"))
     return run_command(parser, argv)
 
 

@@ -10,6 +10,7 @@ from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
     ABLATED,
     FP32_NATIVE,
+    GENERATED,
     IN_PLACE,
     MODEL,
     OPS,
@@ -73,6 +74,7 @@ def render(rows: Sequence[Row]) -> str:
             parts += _sweeps(f"{title}, over the length", [row for row in chosen if in_sweep(row)])
         parts.append(_hosts(f"{TITLES[op]}, host", own))
     parts.append(_models([row for row in rows if row["op"] == MODEL]))
+    parts += [_generated(op, [row for row in rows if row["op"] == op]) for op in GENERATED]
     parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in ABLATED]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
@@ -327,6 +329,22 @@ def _flatness(found: Sequence[Pair]) -> str:
     return f"{max(times) / min(times):.2f}"
 
 
+def _tokens_per_s(row: Row) -> str:
+    return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
+
+
+def _generated(op: str, rows: Sequence[Row]) -> str:
+    """Models that generate, one line per shape; empty where no row is of tk or FLA."""
+    columns: Columns = (
+        ("Model", lambda pair: str(shape_of(pair.shown))),
+        ("tokens/s, tk", _ours(_tokens_per_s)),
+        ("tokens/s, FLA", _theirs(_tokens_per_s)),
+        ("speed-up", _speed_up),
+    )
+    found = pairs(rows)
+    return _section(TITLES[op], columns, found, f"Plain calls of generate(); {_origin(found)}")
+
+
 def _models(rows: Sequence[Row]) -> str:
     """Whole models, one line per phase and shape; empty where no row is of tk or Triton.
 
@@ -342,14 +360,11 @@ def _models(rows: Sequence[Row]) -> str:
     def phase(pair: Pair) -> str:
         return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * ("graphs" in pair.shown)
 
-    def tokens_per_s(row: Row) -> str:
-        return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
-
     def error(row: Row) -> str:
         return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
 
     figures: dict[str, Cell] = {
-        "tokens/s": tokens_per_s,
+        "tokens/s": _tokens_per_s,
         "mLSTM kernels": _figure("kernel_share", "{:.1%}".format),
         "peak GB": _memory_gb,
         "error": error,

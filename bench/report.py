@@ -41,6 +41,8 @@ TITLES = {
     "simple_gla_step": "simple GLA, one step",
     "delta_rule_step": "delta rule, one step",
     "model_step": "xLSTM, whole model",
+    "qwen3_next_model": "Qwen3-Next, generate()",
+    "gla_model": "GLA, generate()",
 }
 PASS_TITLES = {
     "fwd": "forward",

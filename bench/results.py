@@ -21,7 +21,9 @@ IN_PLACE = "tk:in_place"
 # decoding of the linear operators: states [K, V], and with this behind the backend [V, K]
 STEP_OF = {op: f"{op}_step" for op in ("gated_delta_rule", "gla", "simple_gla", "delta_rule")}
 V_FIRST = ":v_first"
-MODEL = "model_step"  # a whole model: phases in place of passes, no count of FLOP and bytes
+MODEL = "model_step"  # a whole xLSTM
+GENERATED = ("qwen3_next_model", "gla_model")  # whole models that generate
+MODELS = (MODEL, *GENERATED)  # phases in place of passes, no count of FLOP and bytes
 OPS = (
     "mlstm_exp",
     "mlstm_sig",
@@ -33,7 +35,7 @@ OPS = (
     "gated_delta_rule",
     STEP,
     *STEP_OF.values(),
-    MODEL,
+    *MODELS,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 RECORD_REPEATS = 30  # timed runs of what goes on record
@@ -114,14 +116,14 @@ def validate(row: Any) -> None:
     try:
         shape_of(row)
     except TypeError as error:
-        more = " and layers and width" if row["op"] == MODEL else ""
+        more = " and layers and width" if row["op"] in MODELS else ""
         expected = f"B, T, H, K and V{more}, and N and HV where they apply"
         raise ValueError(f"row shape: expected {expected}, got {row['shape']!r}") from error
     if shape_of(row).as_dict() != row["shape"]:
         raise ValueError(f"row shape: expected no HV that equals H and no null, got {row['shape']!r}")
     for key in ("tflops", "gbps"):
-        if (row[key] is None) != (row["op"] == MODEL):
-            raise ValueError(f"row {key}: expected null for {MODEL} and a number else, got {row[key]!r}")
+        if (row[key] is None) != (row["op"] in MODELS):
+            raise ValueError(f"row {key}: expected null for models and a number else, got {row[key]!r}")
 
 
 def _check_value(key: str, value: Any, types: tuple[type, ...]) -> None:
@@ -143,12 +145,12 @@ def _check_choice(row: Row, key: str, allowed: Sequence[str | None]) -> None:
 
 def shape_of(row: Row) -> Shape:
     """The shape of a row."""
-    return (ModelShape if row["op"] == MODEL else Shape)(**row["shape"])
+    return (ModelShape if row["op"] in MODELS else Shape)(**row["shape"])
 
 
 def passes_of(op: str) -> tuple[str, ...]:
     """What stands under "pass": passes of an operator, phases of a model."""
-    return PHASES if op == MODEL else PASSES
+    return PHASES if op in MODELS else PASSES
 
 
 def conditions_of(row: Row) -> tuple[str, float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tfla_tk.bench.generate import take_cache
 from tfla_tk.integrations import fla as integration
 
 from .fla_calls import DECODING
@@ -90,17 +91,11 @@ SIZES |= {"initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1, "bos_t
 
 
 def make_fla_model(name: str, **sizes: Any) -> nn.Module:
-    """Of its own configuration, for transformers 5.24, which calls a cache so that fla 0.6 overlooks it."""
+    """Of its own configuration."""
     models = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**sizes)).eval()
-    forward = model.forward
-
-    def with_cache(*args: Any, cache: Any = None, **options: Any) -> Any:
-        return forward(*args, **{"past_key_values": cache} | options)
-
-    model.forward = with_cache
-    return model
+    config = getattr(models, f"{name}Config")(**sizes)
+    return take_cache(getattr(models, f"{name}ForCausalLM")(config).eval())
 
 
 def make_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:

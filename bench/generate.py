@@ -1,0 +1,244 @@
+"""`python -m tfla_tk.bench generate`: tokens per second of `generate()`, with and without `accelerate()`.
+
+Two models of four layers with random weights: of Hugging Face's Qwen3-Next, with dense MLPs, and of FLA's
+GLA. The kernels and FLA's own functions run over the same weights and prompts in rounds. Without a GPU, where
+FLA's functions cannot run, a toy of the first one runs on the reference.
+
+Exit status: 0 done; 1 where a model fails, or the kernels have not served every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tfla_tk.integrations import fla as integration
+
+from . import compare, environment, fla, report, results
+from .results import GENERATED, Row
+from .runner import FAILED, release, verdict_on
+from .shapes import ModelShape
+from .timing import HostStopwatch, Timing
+from .usage import add_options, argument, check_outputs, positive
+
+PROMPT = 16
+PAD, END = 0, 1
+VARIANTS = ("tk", fla.VARIANT)
+TOKENS = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 2}
+
+
+class Sizes(NamedTuple):
+    """Of a model; H, K, V and HV are of its linear layers."""
+
+    layers: int
+    width: int
+    vocabulary: int
+    H: int
+    K: int
+    V: int
+    HV: int
+
+    def shape(self, batch: int, new: int) -> ModelShape:
+        """Of the rows with a batch and so many new tokens."""
+        return ModelShape(batch, new, self.H, self.K, self.V, self.layers, self.width, HV=self.HV)
+
+
+def make_qwen3_next(sizes: Sizes) -> nn.Module:
+    """The last layer has softmax attention, as every fourth of the published model, all have dense MLPs."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.Qwen3NextConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=5 * sizes.width // 2,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.width // sizes.K,
+        num_key_value_heads=max(1, sizes.width // sizes.K // 8),
+        head_dim=2 * sizes.K,
+        linear_num_key_heads=sizes.H,
+        linear_num_value_heads=sizes.HV,
+        linear_key_head_dim=sizes.K,
+        linear_value_head_dim=sizes.V,
+        layer_types=["linear_attention"] * (sizes.layers - 1) + ["full_attention"],
+        mlp_only_layers=list(range(sizes.layers)),
+        **TOKENS,
+    )
+    model: nn.Module = transformers.Qwen3NextForCausalLM(config)
+    return model
+
+
+def make_gla(sizes: Sizes) -> nn.Module:
+    """FLA's GLA, whose head dims follow from width and heads."""
+    models: Any = importlib.import_module("fla.models")
+    config = models.GLAConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        num_hidden_layers=sizes.layers,
+        num_heads=sizes.H,
+        **TOKENS,
+    )
+    return take_cache(models.GLAForCausalLM(config))
+
+
+def take_cache(model: nn.Module) -> nn.Module:
+    """A model of fla 0.6 for transformers from 5.24 on, whose `generate()` calls the cache `cache`.
+
+    Without this it overlooks the cache, and goes on from the last token alone.
+    """
+    forward = model.forward
+
+    def with_cache(*args: Any, cache: Any = None, **options: Any) -> Any:
+        return forward(*args, **{"past_key_values": cache} | options)
+
+    model.forward = with_cache
+    return model
+
+
+MAKE: dict[str, Callable[[Sizes], nn.Module]] = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
+ON_A_GPU = dict(
+    zip(
+        GENERATED,
+        (Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)),
+        strict=True,
+    )
+)
+ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tfla_tk.bench generate`."""
+    add = parser.add_argument
+    add("--new", type=argument(positive), default=128, metavar="N", help="tokens of a text (default: 128)")
+    add("--repeats", type=argument(positive), default=5, metavar="N", help="timed runs (default: 5)")
+    add_options(parser, "--json", "--update-results", "--commit")
+    add_options(parser, "--seed", help="of weights and prompts (default: 0)")
+    add_options(parser, "--quick", help="batch 1, 16 tokens, 2 runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the models, print their tables and keep the rows; returns the exit status.
+
+    Raises:
+        UsageError: options that do not go together.
+    """
+    record = compare.record_path(args)
+    check_outputs(args)
+    device = environment.current_device()
+    provenance = environment.provenance(device, args.commit)
+    environment.fetch_thunderkittens()
+    console = report.make_console()
+    console.print(f"{environment.heading(provenance)}; run {provenance['run']}; prompts of {PROMPT} tokens")
+    on_gpu = device.type == "cuda"
+    new, repeats = (16, 2) if args.quick else (args.new, args.repeats)
+    batches = (1,) if args.quick or not on_gpu else (1, 64)
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name, sizes in (ON_A_GPU if on_gpu else ON_A_CPU).items():
+        try:
+            found = _measure(name, sizes, device, args.seed, batches, new, repeats)
+        except Exception as error:  # of a package of others: the next model may run
+            failed.append(f"{report.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
+            continue
+        finally:
+            integration.restore()
+            release(device)
+        lines = []
+        for (batch, variant), (times, refused) in found.items():
+            shape = sizes.shape(batch, new)
+            backend = variant if on_gpu else "reference"
+            failed += [f"{report.TITLES[name]}, B{batch}: {told}" for told in refused]
+            cells = {"B": str(batch), "ms a token": report.milliseconds(times.ms / new)}
+            cells |= {"tokens/s": f"{batch * new / times.ms * 1e3:,.0f}"}
+            best = found.get((batch, fla.VARIANT))
+            if best is not None:
+                cells["speed-up"] = f"{best[0].ms / times.ms:.2f}x"
+            lines.append((backend, cells))
+            rows.append(
+                results.new_row(
+                    name,
+                    shape,
+                    "decode",
+                    backend,
+                    "bf16" if on_gpu else "fp32",
+                    times,
+                    rel_err={},
+                    peak_mem_mb=None,
+                    note=f"generate() with prompts of {PROMPT} tokens, without CUDA graphs",
+                    **provenance,
+                )
+            )
+        title = f"{report.TITLES[name]}, {sizes.shape(batches[-1], new)}"
+        report.print_table(console, title, report.filled_table("variant", lines))
+        if args.json:
+            results.write(args.json, rows)
+    report.print_lines(console, [f"  {line}" for line in failed])
+    if record is not None:
+        results.write(record, results.merge(results.load(record), rows))
+        console.print(f"{len(rows)} rows merged into {record.name}")
+    return 1 if failed else 0
+
+
+def _measure(
+    name: str,
+    sizes: Sizes,
+    device: torch.device,
+    seed: int,
+    batches: tuple[int, ...],
+    new: int,
+    repeats: int,
+) -> dict[tuple[int, str], tuple[Timing, list[str]]]:
+    """By batch and variant the times of a text, and what of it the kernels have not served."""
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(seed)
+    model: Any = MAKE[name](sizes).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
+    stopwatch = HostStopwatch(device)
+    found = {}
+    for batch in batches:
+        prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=device)
+        times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if on_gpu else 1]}
+        refused: dict[str, list[str]] = {variant: [] for variant in times}
+        for turn in range(repeats + 1):
+            for variant, own in times.items():
+                ms, others = _one_text(model, variant, prompt, new, stopwatch, on_gpu=on_gpu)
+                refused[variant] = others
+                if turn > 0:  # the first one compiles
+                    own.append(ms)
+        for variant, own in times.items():
+            found[batch, variant] = Timing.of(own), refused[variant]
+    return found
+
+
+def _one_text(
+    model: Any, variant: str, prompt: Tensor, new: int, stopwatch: HostStopwatch, *, on_gpu: bool
+) -> tuple[float, list[str]]:
+    """ms of `generate()`, and which of its calls the kernels have not served."""
+    integration.restore()
+    if variant == "tk":
+        integration.accelerate()
+
+    def step() -> None:
+        with torch.no_grad():
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+            )
+
+    ms = stopwatch.run(step)()
+    paths = integration.paths()
+    wanted = "tk" if on_gpu else "reference"
+    others = [
+        f"{function} was served by {backend} {count} times"
+        for function, counts in paths.items()
+        for backend, count in counts.items()
+        if backend != wanted
+    ]
+    if variant == "tk" and not paths:
+        others.append("no call came to the kernels")
+    return ms, others

@@ -1,0 +1,45 @@
+"""`python -m tfla_tk.bench generate`: a toy on a CPU, and what makes the command fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tfla_tk.bench import generate
+from tfla_tk.integrations import fla as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("fla.ops", reason="fla-core is not installed")
+    yield
+    integration.restore()
+
+
+def test_the_command(command) -> None:
+    status, rows, out, _ = command("generate", "--new", "3", "--repeats", "1", "--commit", "abc")
+    assert status == 0
+    (row,) = rows
+    assert (row["op"], row["pass"], row["backend"]) == ("qwen3_next_model", "decode", "reference")
+    assert (row["shape"]["B"], row["shape"]["T"], row["shape"]["HV"]) == (1, 3, 4)
+    assert row["tflops"] is None and row["ms"] > 0
+    assert "tokens/s" in out and not integration.is_accelerated()
+
+
+def test_a_model_that_the_kernels_do_not_serve_fails(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    monkeypatch.setattr(integration, "paths", lambda: {"chunk_gla": {"fla": 3}})
+    ran = command("generate", "--quick", "--commit", "abc")
+    assert ran.status == 1 and "chunk_gla was served by fla 3 times" in ran.out
+
+
+def test_a_model_that_raises_fails(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    def broken(sizes: generate.Sizes) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setitem(generate.MAKE, "qwen3_next_model", broken)
+    ran = command("generate", "--quick", "--commit", "abc")
+    assert ran.status == 1 and "ValueError: no such model" in ran.out
