@@ -37,10 +37,11 @@ def page() -> str:
 
 
 def modules() -> list[ModuleType]:
-    """The package, its integrations, the reference: each has an ``__all__``."""
+    """The package, what serves engines, its integrations, the reference: each has an ``__all__``."""
     names = sorted(info.name for info in pkgutil.iter_modules(integrations.__path__))
     within = [f"{integrations.__name__}.{name}" for name in names]
-    return [tfla_tk, *map(importlib.import_module, [*within, "tfla_tk.reference"])]
+    others = ["tfla_tk.serving", *within, "tfla_tk.reference"]
+    return [tfla_tk, *map(importlib.import_module, others)]
 
 
 def markdown(docstring: str) -> str:

@@ -18,7 +18,8 @@ Importing this package touches no GPU and compiles nothing. Public names:
     UnsupportedError                           a backend asked for by name cannot serve the call
 
 Imported by name: tfla_tk.integrations.xlstm puts the kernels into xLSTM models, tfla_tk.integrations.fla into
-models that call FLA's functions, tfla_tk.reference holds every operator in pure PyTorch.
+models that call FLA's functions, tfla_tk.serving has the calls of vLLM and SGLang, tfla_tk.reference every
+operator in pure PyTorch.
 """
 
 from __future__ import annotations

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import reference, serving
+from tfla_tk import UnsupportedError, reference, serving
 
 from . import delta_rule as inputs
 
@@ -194,6 +199,42 @@ def test_without_autograd_and_compiled() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, ints([1, 3])), expected)
     torch.testing.assert_close(own, pool)
+
+
+MODULES = {
+    "in_vllm": "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+    "in_sglang": "sglang.srt.layers.attention.linear.kernels.gdn_triton",
+}
+
+
+@pytest.mark.parametrize(("recipe", "padding"), [("in_vllm", 0), ("in_sglang", -1)])
+def test_the_recipes(recipe: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/engines.md put the call into a module in the place of the engine's."""
+    text = (Path(__file__).parents[3] / "docs/engines.md").read_text()
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec("".join(textwrap.dedent(block) for block in blocks if "def " in block), names)
+    engine = SimpleNamespace(**dict.fromkeys(serving.__all__, lambda **x: "the engine's own"))
+    package, _, last = MODULES[recipe].rpartition(".")
+    parts = package.split(".")
+    for n in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: n + 1]), ModuleType(parts[n]))
+    setattr(sys.modules[package], last, engine)
+    names[recipe]()
+    x = draw(batch=2, seq=1, dtype=torch.float32)
+    given = {
+        "mixed_qkv": torch.cat([x[name].flatten(1) for name in "qkv"], dim=1), "a": x["a"], "b": x["b"],
+        "A_log": x["A_log"], "dt_bias": x["dt_bias"], "scale": None, "initial_state": x["initial_state"],
+        "out": torch.empty_like(x["v"]), "ssm_state_indices": ints([3, padding]),
+    }  # fmt: skip
+    out, _ = engine.fused_recurrent_gated_delta_rule_packed_decode(**given)
+    assert out[0].any() and not out[1].any()
+
+    def refuse(*args: Any) -> None:
+        raise UnsupportedError("the call", "no such kernel")
+
+    monkeypatch.setattr(serving, "_serve", refuse)
+    assert engine.fused_recurrent_gated_delta_rule_packed_decode(**given) == "the engine's own"
 
 
 @pytest.mark.parametrize(
