@@ -59,9 +59,10 @@ def inputs(
     """
     generator = torch.Generator(device).manual_seed(seed)
     values = shape.value_heads
+    sizes: dict[str, tuple[int, ...]]
     sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
     sizes |= {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
-    sizes["state"] = values, shape.K, shape.V  # type: ignore[assignment]
+    sizes["state"] = values, shape.K, shape.V
     found = {}
     for name, size in sizes.items():
         kind = dtype if name in ("q", "k", "v") else torch.promote_types(dtype, torch.float32)

@@ -148,7 +148,8 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
     contests = []
     for op in args.op:
-        operator, shapes = OPERATOR, SHAPES
+        operator: Operator = OPERATOR
+        shapes = SHAPES
         variants = VARIANTS if on_gpu else VARIANTS[-1:]
         if op != MLSTM:
             operator, shapes = linear_step.OPERATORS[op], linear_step.shapes_of(op)

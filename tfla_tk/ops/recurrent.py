@@ -70,7 +70,7 @@ def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentC
     if isinstance(call, DeltaRuleCall):
         flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
     raw = (a_log, dt_bias) if call.gate == "raw" else (None, None)
-    options = call.scale, call.state_v_first, *flags, call.output_final_state
+    options: tuple[Any, ...] = call.scale, call.state_v_first, *flags, call.output_final_state
     return RecurrentCore(q, k, v, g, beta, *raw, initial_state, cu_seqlens, *options)
 
 
@@ -89,11 +89,12 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
         state = state.mT
     options: dict[str, Any] = {"scale": core.scale, "initial_state": state, "output_final_state": True}
     options["cu_seqlens"] = core.cu_seqlens
+    last: Any
     if beta is not None and g is not None:
         o, last = forms.gated_delta_rule_recurrent(q, k, core.v, g, beta, **options)
     elif beta is not None:
         o, last = forms.delta_rule_recurrent(q, k, core.v, beta, **options)
-    elif core.by_channel:
+    elif g is not None and core.by_channel:
         o, last = forms.gla_recurrent(q, k, core.v, g, **options)
     else:
         o, last = forms.simple_gla_recurrent(q, k, core.v, g, **options)
@@ -124,7 +125,9 @@ def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
     pool, indices, batch, tokens = core.initial_state, slots.indices, *core.q.shape[:2]
     assert pool is not None and indices is not None
     ends = range(0, batch * tokens + 1, tokens) if core.cu_seqlens is None else core.cu_seqlens.tolist()
-    flat = [None if x is None else x.flatten(0, 1)[None] for x in core[:5]]
+    flat = {
+        name: None if x is None else x.flatten(0, 1)[None] for name, x in list(core._asdict().items())[:5]
+    }
     found, columns = o.flatten(0, 1), indices.shape[1]
     for row, (first, end) in enumerate(itertools.pairwise(ends)):
         column = 0 if slots.accepted is None else int(slots.accepted[row]) - 1
@@ -134,16 +137,16 @@ def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
             if min(slot, after) < slots.first:
                 found[t], slot = 0, -1
                 continue
-            token = [None if x is None else x[:, t : t + 1] for x in flat]
-            of_token = core._replace(**dict(zip(core._fields, token, strict=False)), cu_seqlens=None)
-            out, last = _on_cpu(*of_token._replace(initial_state=pool[slot][None].to(state_dtype(core.q))))
+            token: dict[str, Any] = {name: None if x is None else x[:, t : t + 1] for name, x in flat.items()}
+            before = pool[slot][None].to(state_dtype(core.q))
+            out, last = _on_cpu(*core._replace(**token, cu_seqlens=None, initial_state=before))
             found[t], slot = out[0, 0], after
             pool[slot] = last[0]
 
 
 def _in_place(args: tuple[Any, ...]) -> tuple[RecurrentCore, Tensor, Slots]:
     """The arguments of the op in place."""
-    return RecurrentCore(*args[:14], True), args[14], Slots(*args[15:])
+    return RecurrentCore(*(*args[:14], True)), args[14], Slots(*args[15:])
 
 
 def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
