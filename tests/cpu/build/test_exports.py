@@ -25,6 +25,7 @@ OTHERS = {
     "ADDRESS_BITS": 32,
     "MAX_KEYS": 512,
     "MAX_TOKENS": 8,
+    "DECODE_TOKENS": 8,
     "MAX_SLICES": 8,
 }
 
