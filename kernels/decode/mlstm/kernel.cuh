@@ -60,6 +60,9 @@ template <class C> struct MlstmShared {
     float m;
 };
 
+// Of a power of two. NOTES: a template, since the host half, which only parses it, knows no __ffs.
+template <class X> __device__ inline int log2_of(X x) { return __ffs(x) - 1; }
+
 template <class C> struct MlstmSlice {
     using Before = typename C::Before;
     using After = typename C::After;
@@ -82,8 +85,8 @@ template <class C> struct MlstmSlice {
           batch(batch),
           head(head),
           index(batch * p.heads + head),
-          log2_lanes(__ffs(p.lanes) - 1),
-          log2_columns(log2_lanes + __ffs(W) - 1),
+          log2_lanes(log2_of(p.lanes)),
+          log2_columns(log2_lanes + log2_of(W)),
           groups(kMlstmThreads >> log2_lanes),
           columns(W << log2_lanes),
           first_column(blockIdx.x * columns),
