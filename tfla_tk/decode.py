@@ -1,7 +1,7 @@
 """One token of mLSTM, or a few, with exponential and with sigmoid input gate: the functions of decoding.
 
 Signatures follow mlstm_kernels' step functions; its tile parameters are not taken. The state is read once and
-written once (docs/mlstm-decode.md).
+written once (docs/decode.md).
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ def mlstm_sequence(
     """A few tokens of mLSTMexp that go on from a state: what as many calls of `mlstm_step` compute.
 
     The state is read and written once, and rounded once, at the end. For speculative decoding and short
-    prompts; longer sequences are what `mlstm_chunkwise` is for, and a single token goes through `mlstm_step`,
-    which is faster: this takes some 1.3 times as long for one (docs/mlstm-decode.md).
+    prompts; longer sequences are what `mlstm_chunkwise` is for (docs/decode.md).
 
     Args:
         q, k: queries and keys [B, NH, S, DHQK] of one dtype: float16, bfloat16, float32 or float64.

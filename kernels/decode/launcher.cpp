@@ -1,4 +1,5 @@
 // What Python calls of the launcher of the decoding kernels. Addresses are those of the tensors.
+#include "decode/mlstm/params.h"
 #include "decode/params.h"
 #include "sequence/read_arguments.h"
 
@@ -43,6 +44,30 @@ void launch_tokens(Arguments& x) {
     run_decode(p, stream);
 }
 
+// Address; strides of batch, head, token and column.
+MlstmRows read_rows(Arguments& x) {
+    return {x.pointer<const void>(), x.integer(), x.integer(), x.integer(), x.integer()};
+}
+
+// c, n, m (0 with the sigmoid gate), and their dtypes.
+MlstmState read_mlstm_state(Arguments& x) {
+    return {x.pointer<void>(), x.pointer<void>(), x.pointer<void>(), x.dtype(), x.dtype(), x.dtype()};
+}
+
+// q, k, v, their and h's dtype, i, f, state before, state after, h, lanes, width, batch, heads, tokens, K, V,
+// scale, eps, sigmoid_gate, normalize, in_place, device, stream.
+void launch_mlstm(Arguments& x) {
+    MlstmParams p{read_rows(x), read_rows(x), read_rows(x), x.dtype(), x.gate(), x.gate()};
+    p.before = read_mlstm_state(x), p.after = read_mlstm_state(x), p.h = x.pointer<void>();
+    p.lanes = x.number(), p.width = x.number();
+    p.batch = x.number(), p.heads = x.number(), p.tokens = x.number();
+    p.dim_k = x.number(), p.dim_v = x.number(), p.scale = x.real(), p.eps = x.real();
+    p.sigmoid_gate = x.flag(), p.normalize = x.flag(), p.in_place = x.flag(), p.device = x.number();
+    void* const stream = x.pointer<void>();
+    x.end();
+    run_mlstm(p, stream);
+}
+
 // K, v_first: columns of V that a launch takes together.
 std::vector<std::int64_t> columns(Arguments& x) {
     const int dim_k = x.number();
@@ -50,8 +75,13 @@ std::vector<std::int64_t> columns(Arguments& x) {
 }
 
 Launcher functions() {
-    return {{{.name = "decode", .run = &launch_tokens}, {.name = "decode_columns", .tell = &columns}},
-            {{"DECODE_TOKENS", kDecodeTokens}}};
+    return {{{.name = "decode", .run = &launch_tokens},
+             {.name = "decode_columns", .tell = &columns},
+             {.name = "mlstm", .run = &launch_mlstm}},
+            {{"DECODE_TOKENS", kDecodeTokens},
+             {"MAX_KEYS", kMlstmKeys},
+             {"MAX_TOKENS", kMlstmTokens},
+             {"MAX_SLICES", kMlstmSlices}}};
 }
 
 }  // namespace

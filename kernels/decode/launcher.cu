@@ -4,6 +4,7 @@
 
 #include "common/launch.cuh"
 #include "decode/kernel.cuh"
+#include "decode/mlstm/launch.cuh"
 
 namespace tfla_tk::decode {
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import MAX_DIM_QK, RECURRENT_TOKENS, Launcher
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_TOKENS, RECURRENT_TOKENS, Launcher
 from tfla_tk.core import layout
 
 _OF_LAYOUT = (
@@ -17,6 +17,7 @@ EXPECTED: dict[str, Any] = {
     **{name: getattr(layout, name) for name in _OF_LAYOUT},
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
     "MAX_KEYS": MAX_DIM_QK,
+    "MAX_TOKENS": MAX_TOKENS,
     "DECODE_TOKENS": RECURRENT_TOKENS,
 }
 

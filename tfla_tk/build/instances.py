@@ -26,9 +26,9 @@ GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
 # head dims of keys of the other operators token by token, and tokens for which a state is read once
 RECURRENT_KEYS = (64, 96, 128, 256)
 RECURRENT_TOKENS = 4
-# tokens of one call of mlstm_sequence
-SEQUENCE_TILES = (8, 16)
-MAX_TOKENS = max(SEQUENCE_TILES)
+# tokens of one call of mLSTM's decoding
+TOKEN_TILES = (1, 8, 16)
+MAX_TOKENS = max(TOKEN_TILES)
 
 _SCALAR_DECAY = (("TFLA_SCALAR_DECAY", "1"),)
 _DTYPES = {False: "bf16", True: "fp16"}  # by whether operands are fp16
@@ -93,12 +93,11 @@ CHUNKWISE = {
 SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
 DECODING = Launcher(
     "decoding",
-    "scalar_gate/decode/launcher.cu",
-    "scalar_gate/decode/launcher.cpp",
+    "decode/launcher.cu",
+    "decode/launcher.cpp",
     (),
-    (*_EVERY, "MAX_KEYS", "MAX_SLICES"),
+    (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES"),
 )
-RECURRENT = Launcher("recurrent", "decode/launcher.cu", "decode/launcher.cpp", (), (*_EVERY, "DECODE_TOKENS"))
 # has the kernels of the gates' gradients, too, with a scalar decay
 DELTA_RULE = Launcher(
     "delta_rule",
@@ -337,40 +336,29 @@ def _half_of(before: str, after: str) -> str:
     return next((dtype for dtype in (before, after) if dtype != "fp32"), "")
 
 
-@functools.cache
-def mlstm_step(before: str, after: str) -> Instance:
-    """One token of mLSTM, for all head dims.
-
-    Args:
-        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
-    """
-    types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
-    widest = 4 if "fp32" in (before, after) else 8
-    kernels = tuple(f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1))
-    name, dtype = f"mlstm_step_{before}_{after}", _half_of(before, after)
-    return Instance(name, DECODING, "scalar_gate/decode/step.cuh", kernels, "mlstm", dtype)
-
-
-@functools.cache
-def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance:
-    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them.
-
-    Args:
-        before, after: as of `mlstm_step`. fp32: q, k and v are.
+def token_tile(tokens: int) -> int:
+    """The smallest of TOKEN_TILES that holds the tokens.
 
     Raises:
         ValueError: More than MAX_TOKENS tokens, or none.
     """
     if not 0 < tokens <= MAX_TOKENS:
         raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
-    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
-    of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}, {_cpp(fp32)}"
-    kernels = tuple(
-        f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)
-    )
-    name = f"mlstm_sequence_t{tile}_{before}_{after}{'_of_fp32' if fp32 else ''}"
-    dtype = _half_of(before, after)
-    return Instance(name, DECODING, "scalar_gate/decode/sequence.cuh", kernels, "mlstm", dtype)
+    return min(tile for tile in TOKEN_TILES if tile >= tokens)
+
+
+@functools.cache
+def mlstm_tokens(tile: int, before: str, after: str) -> Instance:
+    """A few tokens of mLSTM, for all head dims.
+
+    Args:
+        tile: the most tokens, one of TOKEN_TILES.
+        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
+    """
+    of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}"
+    kernels = tuple(f"mlstm_kernel<MlstmConfig<{of}, {_cpp(vector)}>>" for vector in (True, False))
+    name = f"mlstm_tokens_t{tile}_{before}_{after}"
+    return Instance(name, DECODING, "decode/mlstm/kernel.cuh", kernels, "decode", _half_of(before, after))
 
 
 @functools.cache
@@ -387,7 +375,7 @@ def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim
     kernels = tuple(f"decode_kernel<Config<{of}, {tokens}>>" for tokens in (1, RECURRENT_TOKENS))
     name = f"recurrent_{layout}_{decay}_{write}_k{dim_k}_{state}"
     dtype = "" if state == "fp32" else state
-    return Instance(name, RECURRENT, "decode/kernel.cuh", kernels, "decode", dtype)
+    return Instance(name, DECODING, "decode/kernel.cuh", kernels, "decode", dtype)
 
 
 def recurrent_columns(dim_k: int, v_first: bool) -> int:
@@ -569,9 +557,7 @@ def shipped_instances() -> tuple[Instance, ...]:
     found += [mlstm_bwd_combine(decay) for decay in halves]
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
     found += [delta_leads(), delta_carry(), delta_strength(), delta_decay()]
-    found += [mlstm_step(*states) for states in _STATES]
-    of_sequences = itertools.product(SEQUENCE_TILES, _STATES, halves)
-    found += [mlstm_sequence(tokens, *states, fp32) for tokens, states, fp32 in of_sequences]
+    found += [mlstm_tokens(tile, *states) for tile, states in itertools.product(TOKEN_TILES, _STATES)]
     of_steps = itertools.product(
         _STATE_TYPES, halves, ((False, False), (False, True), (True, False)), RECURRENT_KEYS
     )

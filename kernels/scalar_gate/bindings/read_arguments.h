@@ -2,7 +2,6 @@
 #pragma once
 
 #include "scalar_gate/bindings/params.h"
-#include "scalar_gate/bindings/params_decode.h"
 #include "sequence/read_arguments.h"
 
 namespace tfla_tk {
@@ -15,10 +14,5 @@ inline LeftStates read_left_states(Arguments& x) { return {x.pointer<void>(), x.
 
 // c, n, m; 0 where there is none.
 inline State read_state(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer()}; }
-
-// c, n, m (0 with the sigmoid gate), and their DTypes.
-inline StoredState read_stored_state(Arguments& x) {
-    return {x.pointer<void>(), x.pointer<void>(), x.pointer<void>(), x.dtype(), x.dtype(), x.dtype()};
-}
 
 }  // namespace tfla_tk

@@ -24,6 +24,8 @@ OTHERS = {
     "DTYPES": {"float32": 0, "bfloat16": 2, "float16": 1},
     "ADDRESS_BITS": 32,
     "MAX_KEYS": 512,
+    "MAX_TOKENS": 8,
+    "DECODE_TOKENS": 8,
     "MAX_SLICES": 8,
 }
 

@@ -6,7 +6,8 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -14,9 +15,11 @@ import pytest
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.build.disassembly import find_tool
+from tfla_tk.build.locking import file_lock
 
 from . import calls, summary
 from .compiled import GATED, Compiled, Compiler
+from .emulated import compile_emulated
 from .order import compile_first
 from .scalar_gate import Decoding
 from .stand_in import MEMORY_RATE, Kernels, launch_instead, watched_memory
@@ -50,16 +53,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = compile_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
+def _shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Of all worker processes of a session."""
+    folder: Path = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    (folder / name).mkdir(exist_ok=True)
+    return folder / name
+
+
 @pytest.fixture(scope="session")
 def compiler(
     kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Compiler:
     """One for all tests and worker processes."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= "kernels"
-    folder.mkdir(exist_ok=True)
+    folder = _shared_folder(tmp_path_factory, "kernels")
     cache = getattr(pytestconfig, "cache", None)
     return Compiler(folder, folder if cache is None else cache.mkdir("tfla_tk"))
 
@@ -98,10 +106,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield found
 
 
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory, kernel_compiler: None) -> SimpleNamespace:
+    """What the launcher of decoding offers, compiled once for all worker processes: it runs on the CPU."""
+    folder = _shared_folder(tmp_path_factory, "emulated")
+    with file_lock(folder / "lock"):
+        return compile_emulated("decode.cpp", folder)
+
+
 @pytest.fixture
-def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
-    """The same of decoding."""
-    with taking_the_place_of_kernels(Decoding(), monkeypatch) as found:
+def decoding(emulated: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
+    """Launches of mLSTM's decoding, which run on the CPU."""
+    with taking_the_place_of_kernels(Decoding(emulated.mlstm), monkeypatch) as found:
         yield found
 
 

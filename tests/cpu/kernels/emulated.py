@@ -29,7 +29,7 @@ def compile_emulated(source: str, folder: Path) -> SimpleNamespace:
     """A launcher's functions by their names, whose launches run on the CPU.
 
     Args:
-        source: of `emulator/`. folder: for the libraries.
+        source: of `emulator/`. folder: for the libraries; what it has is not compiled again.
     """
     include = (EMULATOR, sources.kernels_root(), find_toolchain().include, sysconfig.get_path("include"))
     library, extension = folder / f"{source}.so", folder / "tfla_launcher_module.so"
@@ -37,6 +37,8 @@ def compile_emulated(source: str, folder: Path) -> SimpleNamespace:
         (EMULATOR / source, library),
         (sources.kernels_root() / "common/launcher_module.cpp", extension),
     ):
+        if target.exists():
+            continue
         command = ["g++", *_FLAGS, *(f"-I{x}" for x in include), str(path), "-ldl", "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0 and not done.stderr, done.stderr[-4000:]

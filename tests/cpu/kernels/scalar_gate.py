@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +14,6 @@ from tfla_tk import reference
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, FLOW_PARTS, GRADIENTS, STATE_CHUNKS
 
 from .stand_in import (
-    OF_CODE,
     Kernels,
     bounds_of,
     floats_at,
@@ -512,56 +512,30 @@ def forward_of(x: Inputs, of: SimpleNamespace) -> list[Any]:
 
 
 class Decoding(Kernels):
-    """Stands for the launcher of mLSTM's decoding, whose launches are not prepared."""
+    """Stands for the launcher of decoding: mLSTM's launches, not prepared, run on the CPU.
 
-    _REST = (
-        *("before", "after", "h", "tiling", "sizes", "scale", "eps", "sigmoid_gate", "normalize"),
-        *("in_place", "device", "stream"),
-    )
+    Attributes:
+        run: launches, by the kernels' sources.
+    """
+
     ARGUMENTS: ClassVar = {
-        "mlstm_step": ("q", "k", "v", "i", "f", *_REST),
-        "mlstm_sequence": ("q", "k", "v", "dtype", "i", "f", *_REST),
+        "mlstm": (
+            *("q", "k", "v", "dtype", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
+            *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
+        )
     }
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        super().__init__()
+        self.run = run
 
     def __getattr__(self, name: str) -> Any:
         prepare = super().__getattr__(name)
-        return lambda *arguments: self._run(prepare(*arguments))
 
-    def _run(self, x: SimpleNamespace) -> None:
-        self.launches.append(x)
-        is_step = x.name == "mlstm_step"
-        batch, heads, *tokens, dim_qk, dim_v = x.sizes
-        assert x.in_place == (x.before == x.after)
-        assert (x.before[2] == 0) == (x.after[2] == 0) == x.sigmoid_gate and x.scale == dim_qk**-0.5
-        dtype = OF_CODE[x.q[-1] if is_step else x.dtype]
-        width = x.tiling[1]
-        assert dim_v % width == 0 and (width <= 4 or is_step or (tokens[0] <= 8 and dtype.itemsize == 2))
-        for at, *_, code, _, _ in (x.before, x.after):
-            of_vector = width * OF_CODE[code].itemsize
-            assert of_vector <= 16 and at % of_vector == 0
-        if not self.computes:
-            return
-        q, k, v = (
-            tensor_at(y[0], dtype, (batch, heads, *tokens, dim), *y[1 : 4 + len(tokens)]).float()
-            for y, dim in ((x.q, dim_qk), (x.k, dim_qk), (x.v, dim_v))
-        )
-        i, f = (gate_at(y, (batch, heads, *(tokens or [1]))).float() for y in (x.i, x.f))
-        if is_step:
-            q, k, v = (y[:, :, None] for y in (q, k, v))
-        shapes = ((dim_qk, dim_v), (dim_qk,), (1,))
-        before, after = (
-            [
-                tensor_at(at, OF_CODE[code], (batch, heads, *shape)) if at else None
-                for at, code, shape in zip(state[:3], state[3:], shapes, strict=True)
-            ]
-            for state in (x.before, x.after)
-        )
-        c, n, m = (None if y is None else y.float() for y in before)
-        options = x.sigmoid_gate, x.normalize, x.eps, True, False
-        h, *states = torch.ops.tfla_tk.mlstm_fwd(q, k, v, i, f, c, n, m, None, *options)[:4]
-        if not x.normalize:  # it stays as it is
-            states[1] = n
-        tensor_at(x.h, dtype, (batch, heads, *tokens, dim_v)).copy_(h[:, :, 0] if is_step else h)
-        for place, state in zip(after, states, strict=True):
-            if place is not None:
-                place.copy_(state)
+        def launch(*arguments: Any) -> None:
+            self.launches.append(prepare(*arguments))
+            if self.computes:
+                self.run(*arguments)
+            self.check_guards()
+
+        return launch

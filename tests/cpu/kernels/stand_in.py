@@ -94,6 +94,10 @@ class Kernels:
 
         return prepare
 
+    def check_guards(self) -> None:
+        assert all(bool(x.isnan().all()) for x in self.guards), "written behind the end of a tensor"
+        self.guards.clear()
+
     def in_order(self, prepared: Iterable[SimpleNamespace]) -> Callable[[list[int], int], None]:
         """For `build.launches`."""
         in_order = list(prepared)
@@ -106,8 +110,7 @@ class Kernels:
                 self.launches.append(SimpleNamespace(**arguments, stream=stream))
                 if self.computes:
                     getattr(self, f"run_{launch.name}")(self.launches[-1])
-            assert all(bool(x.isnan().all()) for x in self.guards), "written behind the end of a tensor"
-            self.guards.clear()
+            self.check_guards()
 
         return run
 

@@ -148,6 +148,7 @@ def test_results(
 @pytest.mark.parametrize("tokens", [(), (5,)], ids=["step", "sequence"])
 def test_decoding_shares_a_state_in_one_way(tokens: tuple[int, ...], decoding: Kernels) -> None:
     """Whatever the batch; without the option few heads take narrower slices."""
+    decoding.computes = False
     for batch_invariant, batch in itertools.product((False, True), (1, 3, 300)):
         q, v = torch.empty(batch, 2, *tokens, 64), torch.empty(batch, 2, *tokens, 256)
         gate = torch.empty(batch, 2, *(tokens or (1,)))

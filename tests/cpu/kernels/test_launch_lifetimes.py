@@ -32,7 +32,7 @@ def test_gates_in_float64(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ..
         given = [x[0] for x in arguments if isinstance(x, tuple)]
         assert all(address in given for address in addresses)
 
-    kernels = SimpleNamespace(mlstm_step=launch, mlstm_sequence=launch)
+    kernels = SimpleNamespace(mlstm=launch)
     monkeypatch.setattr(decoding.build, "load", lambda *of: kernels)
     monkeypatch.setattr(decoding, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(decoding, "current_stream", lambda device: 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,19 +20,8 @@ from tfla_tk.calls.recurrent import RecurrentCore, Slots
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import recurrent as ops
 
-from .emulated import compile_emulated
-
 HALF = torch.bfloat16
 FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel")
-
-
-@pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory, kernel_compiler: None) -> SimpleNamespace:
-    """The launcher's functions, compiled once for all worker processes."""
-    folder: Path = tmp_path_factory.getbasetemp().parent / "emulated"
-    folder.mkdir(exist_ok=True)
-    with file_lock(folder / "lock"):
-        return compile_emulated("decode.cpp", folder)
 
 
 @pytest.fixture(autouse=True)

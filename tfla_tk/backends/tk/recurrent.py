@@ -74,7 +74,7 @@ def _kernels_of(
     dim_k: int, v_first: bool, by_channel: bool, delta_rule: bool, dtype: torch.dtype
 ) -> device.Kernels:
     name = DTYPE_NAMES[dtype]
-    return instances.RECURRENT, (instances.recurrent(name, v_first, by_channel, delta_rule, dim_k),)
+    return instances.DECODING, (instances.recurrent(name, v_first, by_channel, delta_rule, dim_k),)
 
 
 def launch(core: RecurrentCore) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ cache), while autograd may still need both. Where a gradient is recorded, the fu
 copies of the initial state and return copies of the last one.
 
 A few tokens that go on from a state, without gradients, are `tfla_tk.mlstm_sequence` where its tk kernel
-serves them (docs/mlstm-decode.md), else `tfla_tk.mlstm_chunkwise` like every other sequence.
+serves them (docs/decode.md), else `tfla_tk.mlstm_chunkwise` like every other sequence.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ inline int current, threads;
 inline std::int64_t waits;
 inline ucontext_t scheduler;
 inline Meeting of_warp[kMostThreads / 32], of_block;
-inline float exchanged[2][kMostThreads];
+inline double exchanged[2][kMostThreads];
 inline std::function<void()> body;
 inline std::mt19937 random_bits(1);
 
@@ -96,42 +96,54 @@ inline void run_cta() {
         }
     }
 }
-// Every CTA of a launch, one after the other.
+// Every CTA of a launch, one after the other, the last ones first.
 template <class Body> void run(Body of_thread, dim3 grid, int count) {
     body = of_thread, threads = count;
-    for (unsigned z = 0; z < grid.z; z++)
-        for (unsigned y = 0; y < grid.y; y++)
-            for (unsigned x = 0; x < grid.x; x++) {
+    for (unsigned z = grid.z; z-- > 0;)
+        for (unsigned y = grid.y; y-- > 0;)
+            for (unsigned x = grid.x; x-- > 0;) {
                 blockIdx = {x, y, z};
                 run_cta();
             }
 }
 
-inline float exchange(float x, int from) {
+template <class X> X exchange(X x, int from) {
     const int thread = current, set = fibres[thread].exchanges++ % 2;
     exchanged[set][thread] = x;
     meet(of_warp[thread / 32], 32);
-    return exchanged[set][thread / 32 * 32 + from % 32];
+    return static_cast<X>(exchanged[set][thread / 32 * 32 + from % 32]);
 }
 
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::meet(emulator::of_block, emulator::threads); }
 inline void __syncwarp() { emulator::meet(emulator::of_warp[emulator::current / 32], 32); }
-inline float __shfl_xor_sync(unsigned, float x, int step) {
+template <class X> X __shfl_xor_sync(unsigned, X x, int step) {
     return emulator::exchange(x, emulator::current % 32 ^ step);
 }
-inline float __shfl_sync(unsigned, float x, int lane) { return emulator::exchange(x, lane); }
+template <class X> X __shfl_up_sync(unsigned, X x, int step) {
+    const int lane = emulator::current % 32;
+    return emulator::exchange(x, lane < step ? lane : lane - step);
+}
+template <class X> X __shfl_sync(unsigned, X x, int lane) { return emulator::exchange(x, lane); }
+inline unsigned __reduce_max_sync(unsigned, int) { std::abort(); }  // of what decoding does not use
 
 template <class T> T __ldcg(const T* x) { return *x; }
 template <class T> void __stcg(T* x, T value) { *x = value; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_ru(float a, float b) {
+    const float sum = a + b;
+    return sum < static_cast<double>(a) + b ? std::nextafter(sum, INFINITY) : sum;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
 inline float __uint_as_float(unsigned x) {
     float y;
     return std::memcpy(&y, &x, 4), y;
@@ -140,3 +152,5 @@ inline unsigned __float_as_uint(float x) {
     unsigned y;
     return std::memcpy(&y, &x, 4), y;
 }
+inline float __int_as_float(int x) { return __uint_as_float(x); }
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }

@@ -145,7 +145,7 @@ def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
             True,
         )
     tokens = 1
-    for tile in instances.SEQUENCE_TILES:
+    for tile in instances.TOKEN_TILES:
         if tokens < call.seq:
             tokens = tile
     return _kernels_of, kernel, tokens, 0, dtype, False, False, False, False
@@ -166,10 +166,8 @@ def _kernels_of(
     Args:
         first, second: tiles of K and V, or in decoding tokens and 0. needs_df: there are gradients of gates.
     """
-    if kernel == "mlstm_step":
-        return instances.DECODING, (instances.mlstm_step("fp32", "fp32"),)
-    if kernel == "mlstm_sequence":
-        return instances.DECODING, (instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32"),)
+    if kernel in ("mlstm_step", "mlstm_sequence"):
+        return instances.DECODING, (instances.mlstm_tokens(first, "fp32", "fp32"),)
     half, decay = dtype == "fp16", kernel == "simple_gla"
     of_call = {
         "half": half,

@@ -20,7 +20,8 @@ template <int... kTiles, class Run> void with_tile(int wanted, const char* name,
 }
 
 template <auto kKernel, class Arguments>
-void launch(const Arguments& arguments, dim3 grid, int threads, int, cudaStream_t, const char*) {
+void launch(const Arguments& arguments, dim3 grid, int threads, int, cudaStream_t, const char*,
+            int = 1) {
     emulator::run([&] { kKernel(arguments); }, grid, threads);
 }
 

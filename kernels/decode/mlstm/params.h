@@ -1,0 +1,49 @@
+// Arguments of mLSTM's decoding kernels. This header compiles without CUDA.
+#pragma once
+
+#include "common/operand.h"
+
+namespace tfla_tk {
+
+// Tokens [B, H, T, D] with any strides, in elements.
+struct MlstmRows {
+    const void* data;
+    std::int64_t batch_stride, head_stride, token_stride, column_stride;
+};
+
+// The state of every head: [B, H, K, V], [B, H, K], [B, H], each contiguous. m is null with the sigmoid gate.
+struct MlstmState {
+    void *c, *n, *m;
+    DType c_dtype, n_dtype, m_dtype;
+};
+
+// The largest K, the most tokens of a call, and the most slices of V of a head in place.
+constexpr int kMlstmKeys = 256, kMlstmTokens = 16, kMlstmSlices = 16;
+
+// A few tokens of mLSTM. Per token and head, with m of the exponential gate alone:
+//
+//     C <- decay C + write k v^T      n <- decay n + write k      h = scale C^T q / normaliser
+//
+// NOTES: the state is read once, written once, and rounded once.
+struct MlstmParams {
+    MlstmRows q, k, v;
+    DType dtype;  // of q, k, v and h
+    Gate i, f;
+    MlstmState before, after;
+    void* h;  // [B, H, T, V], contiguous
+    // A slice of V has lanes * width columns: lanes threads side by side, a power of two, with width columns
+    // each. The kernels for so many tokens and these dtypes have one width, and 1.
+    int lanes, width;
+    int batch, heads, tokens, dim_k, dim_v;
+    float scale;  // of q
+    float eps;    // added to the normaliser after the maximum
+    bool sigmoid_gate;
+    bool normalize;  // else n is copied
+    bool in_place;   // `after` is `before`
+    int device;
+};
+
+// Throws std::runtime_error on a refused launch, std::invalid_argument for what no kernel takes.
+void run_mlstm(const MlstmParams& params, void* stream);
+
+}  // namespace tfla_tk

@@ -1,0 +1,349 @@
+"""mLSTM's decoding, one token or a few: its kernels, whose sources run on a CPU here, behind the public
+functions, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tfla_tk
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import decoding as host
+from tfla_tk.backends.tk.scalar_gate import support as tk
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, token_tile
+from tfla_tk.core.layout import MAX_SLICES
+from tfla_tk.core.support import SUPPORTED
+
+from .calls import Tensors, flat
+from .scalar_gate import Decoding
+from .stand_in import at_odd_address
+from .test_support import CALL
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# of h and of a state in this dtype, relative Frobenius error
+TOLERANCE = {torch.float64: 5e-6, torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+GATES = {
+    "exp": ("mlstm", {}),
+    "sig": ("mlstm_siging", {}),
+    "unnormalised": ("mlstm_siging", {"normalize": False}),
+}
+TOKENS = ((), (5,), (16,))
+
+
+def draw(
+    tokens: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32,
+    dims: tuple[int, int] = (64, 128), batch: int = 1, heads: int = 2,
+) -> Tensors:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        **dict.fromkeys("qk", (*tokens, dims[0])),
+        "v": (*tokens, dims[1]),
+        **dict.fromkeys("if", tokens or (1,)),
+    }
+    shapes |= {"c": dims, "n": dims[:1], "m": (1,)}
+    drawn = {name: torch.randn(batch, heads, *shape, generator=generator) for name, shape in shapes.items()}
+    drawn["f"] += 3
+    return {
+        name: t.to(state if name in "cnm" else dtype if name in "qkv" else t.dtype)
+        for name, t in drawn.items()
+    }
+
+
+def results(x: Tensors, gate: str = "exp", backend: str = "tk", **options: Any) -> Tensors:
+    name, of_gate = GATES[gate]
+    function = getattr(tfla_tk, f"{name}_step" if x["q"].dim() == 3 else f"{name}_sequence")
+    given = {name: t for name, t in x.items() if gate == "exp" or name != "m"}
+    found = flat(function(**given, backend=backend, **of_gate, **options))
+    return dict(zip("hcnm", found.values(), strict=False))
+
+
+def exact(x: Tensors, gate: str = "exp") -> Tensors:
+    return results({name: t.double() for name, t in x.items()}, gate, "reference")
+
+
+def check(x: Tensors, gate: str = "exp", **options: Any) -> Tensors:
+    """That a call has the results of the recurrence in fp64, in place or new ones: of the state c e^m and n
+    e^m, which is all that counts."""
+    expected = exact(x, gate)
+    found = results(x, gate, **options)
+    assert found.keys() == expected.keys() and found["h"].is_contiguous()
+    for name, true in expected.items():
+        own = found[name].double()
+        if name in "cn" and "m" in expected:
+            scale = (found["m"].double() - expected["m"]).exp()
+            own = own * (scale[..., None] if name == "c" else scale)
+        assert (own - true).norm() <= 2 * TOLERANCE[found[name].dtype] * true.norm(), name
+        assert name == "h" or (found[name] is x[name]) == options.get("inplace", False)
+    return found
+
+
+PAIRS = [
+    (tokens, gate, dtype, before, after)
+    for n, (before, after) in enumerate(itertools.product(DTYPES, DTYPES))
+    for m, tokens in enumerate(TOKENS)
+    for gate, dtype in [([*GATES][(n + m) % 3], DTYPES[(n // 3 + n + 2 * m) % 3])]
+]
+
+
+@pytest.mark.parametrize(("tokens", "gate", "dtype", "before", "after"), PAIRS, ids=str)
+def test_a_new_state(tokens: Any, gate: str, dtype: Any, before: Any, after: Any, decoding: Decoding) -> None:
+    check(draw(tokens, dtype, before), gate, dtype_state=after)
+    (launch,) = decoding.launches
+    assert launch.stream == 7 and launch.tiling[1] > 1  # aligned, so that vectors are loaded
+
+
+IN_PLACE = [
+    (tokens, [*GATES][(n + m) % 3], DTYPES[(n + 2 * m) % 3], layout)
+    for n, layout in enumerate(("as they are", "turned", "wider", "odd"))
+    for m, tokens in enumerate(TOKENS)
+]
+
+
+@pytest.mark.parametrize(("tokens", "gate", "state", "layout"), IN_PLACE, ids=str)
+def test_in_place(tokens: Any, gate: str, state: torch.dtype, layout: str, decoding: Decoding) -> None:
+    """Bitwise a new state. What a kernel cannot write is updated in a copy, and copied back."""
+    x = draw(tokens, state=state)
+    expected = results(x, gate, dtype_state=state)
+    if layout == "turned":
+        x["c"] = x["c"].mT.contiguous().mT
+    elif layout == "wider":
+        x["n"] = x["n"].double()
+    elif layout == "odd":
+        x["c"] = at_odd_address(x["c"])
+    found = check(x, gate, inplace=True)
+    if layout == "odd":  # other slices, and sums in another order
+        return
+    assert all(torch.equal(found[name].to(t.dtype), t) for name, t in expected.items())
+    if layout == "as they are":  # nothing is copied
+        assert decoding.launches[-1].before[:2] == (x["c"].data_ptr(), x["n"].data_ptr())
+
+
+@pytest.mark.parametrize("count", range(1, MAX_TOKENS + 1))
+def test_any_number_of_tokens(count: int, decoding: Decoding) -> None:
+    check(draw((count,), torch.float32, dims=(40, 36)))
+    check(draw((count,), state=torch.bfloat16, dims=(33, 31)), "sig")
+
+
+def test_one_token_of_a_sequence_is_a_step(decoding: Decoding) -> None:
+    """Bitwise."""
+    x = draw((1,))
+    found = results(x)
+    step = results(x | {name: x[name][:, :, 0] for name in "qkv"})
+    assert torch.equal(found.pop("h")[:, :, 0], step.pop("h"))
+    assert all(torch.equal(found[name], t) for name, t in step.items())
+
+
+DIMS = ((1, 1), (256, 1), (1, 512), (3, 5), (256, 512), (255, 511), (100, 300))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("tokens", [(), (3,), (9,)], ids=str)
+def test_head_dims(tokens: Any, dims: tuple[int, int], decoding: Decoding) -> None:
+    check(draw(tokens, torch.float32, dims=dims, heads=1))
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_any_number_of_lanes(tokens: Any, decoding: Decoding) -> None:
+    """Slices from the widest to the narrowest; the order of sums is all that they change."""
+    x = draw(tokens, torch.float32, dims=(64, 256))
+    tiling = set()
+    for batch, invariant in ((1, False), (1, True), (8, False)):
+        y = {name: t.expand(batch, *t.shape[1:]).contiguous() for name, t in x.items()}
+        with tfla_tk.batch_invariant(invariant):
+            check(y)
+        tiling.add(decoding.launches[-1].tiling)
+    assert len(tiling) > 1
+
+
+EXTREME = {
+    "both_high": (1e4, 1e4),
+    "both_low": (-1e4, -1e4),
+    "forget_all": (1.0, -1e4),
+    "forget_most": (0.0, -30.0),  # so that some of the decays are owed, and others are paid
+    "forget_some": (0.0, -8.0),
+    "keep_all": (-1e4, 1e4),
+    "write": (80.0, -80.0),
+    "keep": (-80.0, 80.0),
+}
+
+
+@pytest.mark.parametrize("gates", EXTREME)
+@pytest.mark.parametrize("tokens", [(), (8,), (16,)], ids=str)
+def test_extreme_gates(tokens: Any, gates: str, decoding: Decoding) -> None:
+    for m, state, gate in (
+        (0.0, torch.float32, "exp"),
+        (80.0, torch.bfloat16, "exp"),
+        (0.0, torch.float32, "sig"),
+    ):
+        x = draw(tokens, torch.float32, state, heads=1, dims=(32, 64))
+        for name, value in zip("if", EXTREME[gates], strict=True):
+            x[name].fill_(value)
+        x["m"].fill_(m)
+        assert all(t.isfinite().all() for t in check(x, gate).values())
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_spike_among_the_tokens(place: int, decoding: Decoding) -> None:
+    """i = 80: what was before is forgotten, what the spike wrote stays; tokens before it do not see it."""
+    x = draw((8,), torch.float32)
+    x["i"].fill_(-80.0)
+    x["i"][:, :, place] = 80.0
+    check(x)
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_an_empty_memory(tokens: Any, decoding: Decoding) -> None:
+    """m = -inf: nothing was there."""
+    x = draw(tokens, torch.float32)
+    x["m"].fill_(-torch.inf)
+    x["c"].zero_()
+    x["n"].zero_()
+    check(x)
+
+
+@pytest.mark.parametrize("tokens", [(), (8,), (16,)], ids=str)
+def test_a_state_that_is_kept(tokens: Any, decoding: Decoding) -> None:
+    """Nothing written, nothing forgotten: bit for bit the state that it was."""
+    x = draw(tokens)
+    x["i"].fill_(-1e4)
+    x["f"].fill_(1e4)
+    found = results(x)
+    assert all(torch.equal(found[name], x[name]) for name in "cnm")
+
+
+@pytest.mark.parametrize("name", ["q", "v", "i", "f"])
+def test_nan_of_a_token_leaves_those_before_it(name: str, decoding: Decoding) -> None:
+    x = draw((8,))
+    clean = results(x)
+    x[name][0, 1, 5] = torch.nan
+    found = results(x)
+    assert torch.equal(found["h"][0, 1, :5], clean["h"][0, 1, :5])
+    assert found["h"][0, 1, 5].isnan().all() and (name == "q" or found["h"][0, 1, 5:].isnan().all())
+    assert all(torch.equal(found[of][0, 0], clean[of][0, 0]) for of in clean)
+
+
+@pytest.mark.parametrize("count", [0, MAX_TOKENS + 1])
+def test_no_instance(count: int) -> None:
+    with pytest.raises(ValueError, match=f"tokens: expected 1 to 16, got {count}"):
+        token_tile(count)
+
+
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+def test_tokens_are_read_where_they_lie(tokens: Any, decoding: Decoding) -> None:
+    """Any strides: a fused projection, the end of a longer sequence, every second number, gates of one."""
+    x = draw(tokens, batch=2)
+    fused = torch.cat([x["q"], x["k"], x["v"]], -1).transpose(1, -2).contiguous().transpose(1, -2)
+    views = dict(zip("qkv", fused.split((64, 64, 128), dim=-1), strict=True))
+    views["i"] = torch.cat([x["i"], x["i"]], -1)[..., x["i"].shape[-1] :]
+    views["f"] = x["f"][:1, :1, :1].half().expand_as(x["f"])
+    check(x | views)
+    (launch,) = decoding.launches
+    for name, y in views.items():
+        address, batch, head, *rest = getattr(launch, name)[:5]
+        assert (address, batch, head) == (y.data_ptr(), *y.stride()[:2])
+        assert name in "if" or [*y.stride()[2:]] == rest[-len(y.stride()[2:]) :]
+    check(x | {"q": x["q"].repeat_interleave(2, -1)[..., ::2], "i": x["i"].double()})
+
+
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_vectors_do_not_fit(tokens: Any, dtype: torch.dtype, decoding: Decoding) -> None:
+    check(draw(tokens, state=dtype, dims=(64, 31)), dtype_state=dtype)
+    assert decoding.launches[0].tiling[1] == 1
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 114, 132])
+def test_slices_of_a_head(multiprocessors: int) -> None:
+    """Never more than a cluster has CTAs; a small batch takes more than a large one."""
+    for width, dim_v, most in itertools.product((1, 2, 4, 8), range(1, MAX_DIM_V + 1), (16, 32)):
+        if dim_v % width:
+            continue
+        lanes = [host._lanes(heads, dim_v, width, most, multiprocessors) for heads in (1, 8, 64, 4096)]
+        assert lanes == sorted(lanes) and {*lanes} <= {4, 8, 16, 32}
+        assert all(-(-dim_v // (count * width)) <= MAX_SLICES for count in lanes)
+
+
+# support
+
+SUPPORTS = {"step": tk.supports_mlstm_step, "sequence": tk.supports_mlstm_sequence}
+OF_BOTH = pytest.mark.parametrize("name", SUPPORTS)
+A_CALL = {"step": CALL, "sequence": replace(CALL, seq=8)}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
+
+
+@OF_BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(1, 1), (17, 31), (MAX_DIM_QK, MAX_DIM_V)])
+def test_serves(name: str, dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
+    for seq in (CALL.seq,) if name == "step" else (1, MAX_TOKENS):
+        call = replace(CALL, dtype=dtype, seq=seq, dim_qk=dims[0], dim_v=dims[1])
+        assert SUPPORTS[name](call) == SUPPORTED
+
+
+REFUSED: list[tuple[dict[str, object], str, str]] = [
+    ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
+    ({"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
+    ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
+    ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
+    # 16 slices of each along x of a grid, which ends at 2^31 - 1
+    ({"batch": 1 << 26}, "batch x heads = 134,217,728, the kernels take 134,217,727", "split the batch"),
+]
+OF_STEPS = [({"requires_grad": True, "dtype": torch.float32}, "q, k, v are torch.float32", "torch.bfloat16")]
+OF_SEQUENCES = [
+    ({"seq": 17}, "17 tokens, the kernel takes 16", "use mlstm_chunkwise"),
+    ({"requires_grad": True}, "has no gradients", "use mlstm_chunkwise or torch.no_grad()"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason", "remedy"),
+    [("step", *case) for case in (*REFUSED, *OF_STEPS)]
+    + [("sequence", *case) for case in (*REFUSED, *OF_SEQUENCES)],
+)
+def test_refuses(name: str, change: dict[str, Any], reason: str, remedy: str, hopper: None) -> None:
+    verdict = SUPPORTS[name](replace(A_CALL[name], **change))
+    assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy
+
+
+@OF_BOTH
+@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (2**27 - 1, 1), (1, 2**27 - 1)])
+def test_serves_any_number_of_heads(name: str, batch: int, heads: int, hopper: None) -> None:
+    call = replace(A_CALL[name], batch=batch, sequences=batch, heads=heads)
+    assert SUPPORTS[name](call) == SUPPORTED
+
+
+@OF_BOTH
+def test_the_machine_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
+    verdict = SUPPORTS[name](A_CALL[name])
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
+
+
+# the launcher
+
+
+def test_what_the_launcher_refuses(emulated: SimpleNamespace) -> None:
+    rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
+
+    def launch(lanes: int = 16, width: int = 4, tokens: int = 1, dim_qk: int = 64, dim_v: int = 64) -> None:
+        sizes, of_launch = (1, 1, tokens, dim_qk, dim_v), (0.125, 1e-6, False, True, True, 0, 0)
+        emulated.mlstm(*([rows] * 3), 0, gate, gate, state, state, 16, (lanes, width), sizes, *of_launch)
+
+    for fault, told in (
+        *(({"lanes": lanes}, "no kernel for these lanes") for lanes in (2, 3, 64)),
+        *(({"tokens": tokens}, "or this many tokens or keys") for tokens in (0, 17)),
+        ({"dim_qk": 257}, "or this many tokens or keys"),
+        ({"width": 2}, "no kernel for this width"),
+        ({"lanes": 4, "dim_v": 272}, "too many slices"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            launch(**fault)
