@@ -15,7 +15,6 @@ import tfla_tk
 from tfla_tk import build
 from tfla_tk.backends.tk import recurrent
 from tfla_tk.build import instances
-from tfla_tk.build.locking import file_lock
 from tfla_tk.calls.recurrent import RecurrentCore, Slots
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import recurrent as ops
