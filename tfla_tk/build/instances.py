@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
@@ -168,6 +168,30 @@ def makes_gradients(gradients: str, tile: tuple[int, int]) -> bool:
     return keys > MAX_NARROW or slice_ >= least
 
 
+# by the name of a launcher: what the names of its instances begin with, where its headers lie, the namespace
+_FAMILIES = {
+    "mlstm": ("mlstm", "scalar_gate", "mlstm"),
+    "decay": ("decay", "scalar_gate", "mlstm"),
+    "sequential": ("sequential", "scalar_gate", "mlstm"),
+    "delta_rule": ("delta", "delta_rule", "delta_rule"),
+    "gla": ("gla", "channel_gate", "channel_gate"),
+}
+
+
+def _instance(
+    launcher: Launcher, name: str, header: str, kernels: Iterable[str], half: bool | None = None
+) -> Instance:
+    """Kernels of a launcher's family.
+
+    Args:
+        half: their operands are fp16; None: they serve all dtypes.
+    """
+    family, folder, namespace = _FAMILIES[launcher.name]
+    dtype = "" if half is None else _DTYPES[half]
+    name = "_".join(filter(None, (family, name, dtype)))
+    return Instance(name, launcher, f"{folder}/{header}", tuple(kernels), namespace, dtype)
+
+
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
@@ -177,6 +201,11 @@ def _gate(sigmoid_gate: bool, decay: bool) -> tuple[str, str]:
     if decay:
         return "decay", "ScalarDecay"
     return ("sig", "SigmoidInput") if sigmoid_gate else ("exp", "ExponentialInput")
+
+
+def _of_tile(name: str, tile: tuple[int, int], has_normaliser: bool) -> str:
+    """A name of kernels for one tile; of those that could have a normaliser it tells where they have none."""
+    return f"{name}_k{tile[0]}_v{tile[1]}{'' if has_normaliser else '_unnormalized'}"
 
 
 @functools.cache
@@ -196,14 +225,13 @@ def mlstm_fwd(
     """
     (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE[decay]
     of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
-    name, header = f"{launcher.name}_fwd_k{tile_qk}_v{slice_v}", "scalar_gate/forward/narrow/kernel.cuh"
-    kernel = f"mlstm_fwd_kernel<Config<{of_tile}>>"
-    if tile_qk == 256:
-        gate, policy = _gate(sigmoid_gate, decay)
-        name, header = f"{name}_{gate}", "scalar_gate/forward/transposed/kernel.cuh"
-        kernel = f"mlstm_transposed_kernel<TransposedConfig<{of_tile}, {policy}>>"
-    name += "" if normalize or decay else "_unnormalized"
-    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, (kernel,), "mlstm", _DTYPES[half])
+    name, suffix = _of_tile("fwd", tile, True), "" if normalize or decay else "_unnormalized"
+    if tile_qk < 256:
+        kernel = f"mlstm_fwd_kernel<Config<{of_tile}>>"
+        return _instance(launcher, name + suffix, "forward/narrow/kernel.cuh", [kernel], half)
+    gate, policy = _gate(sigmoid_gate, decay)
+    kernel = f"mlstm_transposed_kernel<TransposedConfig<{of_tile}, {policy}>>"
+    return _instance(launcher, f"{name}_{gate}{suffix}", "forward/transposed/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -211,35 +239,26 @@ def mlstm_fwd_states(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
     """What sums up the states at the start of the forward's segments, where sequences are cut."""
-    launcher = CHUNKWISE[decay]
-    name = f"{launcher.name}_fwd_states_k{tile[0]}_v{tile[1]}{'' if normalize or decay else '_unnormalized'}"
-    config = f"StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, {_cpp(normalize)}>"
-    kernels = (f"mlstm_states_kernel<{config}>",)
-    header = "scalar_gate/forward/segment_sums.cuh"
-    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
+    kernel = f"mlstm_states_kernel<StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, {_cpp(normalize)}>>"
+    name = _of_tile("fwd_states", tile, normalize or decay)
+    return _instance(CHUNKWISE[decay], name, "forward/segment_sums.cuh", [kernel], half)
 
 
 @functools.cache
 def mlstm_fwd_combine(decay: bool = False) -> Instance:
     """What carries these states from segment to segment."""
-    launcher, header = CHUNKWISE[decay], "scalar_gate/forward/carry.cuh"
-    kernels = tuple(f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True)))
-    return Instance(f"{launcher.name}_fwd_combine", launcher, header, kernels, "mlstm")
+    kernels = [f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True))]
+    return _instance(CHUNKWISE[decay], "fwd_combine", "forward/carry.cuh", kernels)
 
 
 @functools.cache
 def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance:
     """The gates of every chunk before the backward's walks, and the gradients of the gates after them."""
     gate, policy = _gate(sigmoid_gate, decay)
-    launcher = CHUNKWISE[decay]
-    kernels = (
-        f"mlstm_bwd_scan_kernel<{policy}>",
-        f"mlstm_bwd_gates_kernel<{policy}>",
-        f"mlstm_gate_gradients_kernel<{policy}>",
-        "mlstm_bwd_flows_kernel",
-    )
-    name = f"{launcher.name}_bwd_gates{'' if decay else f'_{gate}'}"
-    return Instance(name, launcher, "scalar_gate/backward/gates.cuh", kernels, "mlstm")
+    of_gate = [f"mlstm_{name}_kernel<{policy}>" for name in ("bwd_scan", "bwd_gates", "gate_gradients")]
+    kernels = [*of_gate, "mlstm_bwd_flows_kernel"]
+    name = "bwd_gates" if decay else f"bwd_gates_{gate}"
+    return _instance(CHUNKWISE[decay], name, "backward/gates.cuh", kernels)
 
 
 @functools.cache
@@ -252,32 +271,26 @@ def mlstm_gradients(
         tile: of both head dims, one of GRADIENTS_TILES.
         sums: it also leaves those for the gradients of the gates.
     """
-    launcher, normalize = CHUNKWISE[decay], normalize and not decay
-    name = f"{launcher.name}_gradients{'_and_sums' if sums else ''}_k{tile}_v{tile}"
-    name += "" if normalize or decay else "_unnormalized"
+    normalize = normalize and not decay
+    name = _of_tile(f"gradients{'_and_sums' if sums else ''}", (tile, tile), normalize or decay)
     config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
-    kernels = (f"mlstm_gradients_kernel<{config}>",)
-    header, dtype = "scalar_gate/backward/gradients/kernel.cuh", _DTYPES[half]
-    return Instance(f"{name}_{dtype}", launcher, header, kernels, "mlstm", dtype)
+    kernel = f"mlstm_gradients_kernel<{config}>"
+    return _instance(CHUNKWISE[decay], name, "backward/gradients/kernel.cuh", [kernel], half)
 
 
 @functools.cache
 def mlstm_bwd_rows(half: bool) -> Instance:
     """The terms of every row that the normaliser brings."""
     pair = "__half2" if half else "__nv_bfloat162"
-    kernels = (
-        *(f"mlstm_bwd_rows_kernel<{pair}, {lanes}>" for lanes in (8, 16, 32)),
-        "mlstm_bwd_factors_kernel",
-    )
-    header, dtype = "scalar_gate/backward/row_terms.cuh", _DTYPES[half]
-    return Instance(f"mlstm_bwd_rows_{dtype}", CHUNKWISE[False], header, kernels, "mlstm", dtype)
+    kernels = [f"mlstm_bwd_rows_kernel<{pair}, {lanes}>" for lanes in (8, 16, 32)]
+    kernels.append("mlstm_bwd_factors_kernel")
+    return _instance(CHUNKWISE[False], "bwd_rows", "backward/row_terms.cuh", kernels, half)
 
 
 @functools.cache
 def mlstm_bwd_combine(decay: bool = False) -> Instance:
     """What carries states over the boundaries of the backward's segments."""
-    launcher, header = CHUNKWISE[decay], "scalar_gate/backward/carry.cuh"
-    return Instance(f"{launcher.name}_bwd_combine", launcher, header, ("mlstm_bwd_combine_kernel",), "mlstm")
+    return _instance(CHUNKWISE[decay], "bwd_combine", "backward/carry.cuh", ["mlstm_bwd_combine_kernel"])
 
 
 @functools.cache
@@ -290,7 +303,8 @@ def mlstm_walk(
         gradients: "dv", or "dq and dk", which share a tile. tile: of `walk_tile`.
         normalize: ignored for "dv".
     """
-    return _of_walks("mlstm_pass_kernel", "walk", "kernel.cuh", gradients, tile, half, normalize, decay)
+    kernel, header = "mlstm_pass_kernel", "backward/walk/kernel.cuh"
+    return _of_walks(kernel, "walk", header, gradients, tile, half, normalize, decay)
 
 
 @functools.cache
@@ -300,8 +314,8 @@ def mlstm_walk_segments(
     """What sums up the states at the start of the segments of the walks for dq and dk, and their gradients
     at the end of the segments of one walk."""
     gradients = "dq and dk" if makes_gradients("dq and dk", tile) else "dk"
-    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", gradients
-    return _of_walks(*of, tile, half, normalize, decay)
+    kernel, header = "mlstm_pass_segments_kernel", "backward/walk/segment_sums.cuh"
+    return _of_walks(kernel, "segments", header, gradients, tile, half, normalize, decay)
 
 
 def _of_walks(
@@ -314,21 +328,11 @@ def _of_walks(
     normalize: bool,
     decay: bool,
 ) -> Instance:
-    launcher, normalize = CHUNKWISE[decay], normalize and gradients != "dv" and not decay
+    normalize = normalize and gradients != "dv" and not decay
     of = gradients.split(" and ")
-    name = f"{launcher.name}_{what}_{'_'.join(of)}_k{tile[0]}_v{tile[1]}"
-    name += "" if normalize or decay or gradients == "dv" else "_unnormalized"
-    kernels = tuple(
-        f"{kernel}<PassConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, Gradient::{x}, {_cpp(normalize)}>>"
-        for x in of
-    )
-    header = f"scalar_gate/backward/walk/{header}"
-    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
-
-
-def _named(name: str, half: bool | None) -> tuple[str, str]:
-    """A name with that of the dtype, and the dtype; "" where kernels serve all."""
-    return (name, "") if half is None else (f"{name}_{_DTYPES[half]}", _DTYPES[half])
+    name = _of_tile(f"{what}_{'_'.join(of)}", tile, normalize or decay or gradients == "dv")
+    config = f"PassConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, Gradient::%s, {_cpp(normalize)}>"
+    return _instance(CHUNKWISE[decay], name, header, [f"{kernel}<{config % x}>" for x in of], half)
 
 
 def _half_of(before: str, after: str) -> str:
@@ -383,11 +387,6 @@ def recurrent_columns(dim_k: int, v_first: bool) -> int:
     return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
 
 
-def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:
-    name, dtype = _named(f"delta_{name}", half)
-    return Instance(name, DELTA_RULE, f"delta_rule/{header}", kernels, "delta_rule", dtype)
-
-
 @functools.cache
 def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
     """The delta rule's chunk matrices.
@@ -397,7 +396,7 @@ def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
     """
     kernel = f"delta_matrices_kernel<{_TYPES[half]}, {tile}, {_cpp(scores)}>"
     name = f"matrices_k{tile}{'_scores' if scores else ''}"
-    return _delta(name, "chunk_matrices/kernel.cuh", half, kernel)
+    return _instance(DELTA_RULE, name, "chunk_matrices/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -413,26 +412,30 @@ def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") 
     more = {"given": "", "by makers": ", kWarpgroupsOfMakers", "in the walk": ", 0, true"}[matrices]
     kernel = "delta_forward_with_makers_kernel" if matrices == "by makers" else "delta_forward_kernel"
     kernel = f"{kernel}<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
-    return _delta(f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", half, kernel)
+    return _instance(DELTA_RULE, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", [kernel], half)
+
+
+# kernels of the delta rule that serve all dtypes: how early the walks of a split's segments begin; what carries
+# states over these segments, for the backward, too; dbeta of sums over V; dg of the sums that one walk leaves
+_DELTA_OF_ALL = {
+    "leads": "split/leads.cuh",
+    "carry": "split/carry.cuh",
+    "strength": "backward/strength.cuh",
+    "decay": "backward/gradients/decay.cuh",
+}
 
 
 @functools.cache
-def delta_leads() -> Instance:
-    """How early the walks of a split's segments begin."""
-    return _delta("leads", "split/leads.cuh", None, "delta_leads_kernel")
-
-
-@functools.cache
-def delta_carry() -> Instance:
-    """What carries states over the segments of a split, for the backward, too."""
-    return _delta("carry", "split/carry.cuh", None, "delta_carry_kernel")
+def delta_of_all(name: str) -> Instance:
+    """A kernel that serves all dtypes: "leads", "carry", "decay" or "strength"."""
+    return _instance(DELTA_RULE, name, _DELTA_OF_ALL[name], [f"delta_{name}_kernel"])
 
 
 @functools.cache
 def delta_maps(tile: int, half: bool) -> Instance:
     """What each segment of a split makes of the state."""
     kernel = f"delta_maps_kernel<MapsConfig<{_TYPES[half]}, {tile}>>"
-    return _delta(f"maps_k{tile}", "split/maps.cuh", half, kernel)
+    return _instance(DELTA_RULE, f"maps_k{tile}", "split/maps.cuh", [kernel], half)
 
 
 @functools.cache
@@ -441,14 +444,14 @@ def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
     suffix = "_backward" if backward else ""
     kernel = f"delta_inputs{suffix}_kernel<{_TYPES[half]}, {tile}>"
     header = f"inputs/{'backward' if backward else 'forward'}.cuh"
-    return _delta(f"inputs{suffix}_k{tile}", header, half, kernel)
+    return _instance(DELTA_RULE, f"inputs{suffix}_k{tile}", header, [kernel], half)
 
 
 @functools.cache
 def delta_mirror(tile: int, half: bool, walkers: int) -> Instance:
     """The mirror walk of the delta rule's backward: with a tile of up to 128 it leaves states alone."""
     kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
-    return _delta(f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", half, kernel)
+    return _instance(DELTA_RULE, f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -459,26 +462,15 @@ def delta_gradients(half: bool, sums: bool) -> Instance:
         sums: it also leaves those for the gradient of the log decay.
     """
     kernel = f"delta_gradients_kernel<GradientsConfig<{_TYPES[half]}, {_cpp(sums)}>>"
-    return _delta(f"gradients{'_and_sums' if sums else ''}", "backward/gradients/kernel.cuh", half, kernel)
-
-
-@functools.cache
-def delta_decay() -> Instance:
-    """What gives dg of these sums."""
-    return _delta("decay", "backward/gradients/decay.cuh", None, "delta_decay_kernel")
+    name = f"gradients{'_and_sums' if sums else ''}"
+    return _instance(DELTA_RULE, name, "backward/gradients/kernel.cuh", [kernel], half)
 
 
 @functools.cache
 def delta_combine(half: bool) -> Instance:
     """What adds up parts of dq and dk."""
     kernel = f"delta_combine_kernel<{_TYPES[half]}>"
-    return _delta("combine", "backward/combine.cuh", half, kernel)
-
-
-@functools.cache
-def delta_strength() -> Instance:
-    """What gives dbeta of sums over V."""
-    return _delta("strength", "backward/strength.cuh", None, "delta_strength_kernel")
+    return _instance(DELTA_RULE, "combine", "backward/combine.cuh", [kernel], half)
 
 
 @functools.cache
@@ -491,12 +483,7 @@ def delta_states(walk: str, half: bool) -> Instance:
     direction, paired = walk.split()[-1], walk.startswith("paired")
     config = f"StatesConfig<{_TYPES[half]}, StateWalk::{direction}, {_cpp(paired)}>"
     kernel, name = f"delta_states_kernel<{config}>", walk.replace(" ", "_")
-    return _delta(name, "backward/states/kernel.cuh", half, kernel)
-
-
-def _gla(name: str, header: str, half: bool, *kernels: str) -> Instance:
-    name, dtype = _named(f"gla_{name}", half)
-    return Instance(name, GLA, f"channel_gate/{header}", kernels, "channel_gate", dtype)
+    return _instance(DELTA_RULE, name, "backward/states/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -511,7 +498,7 @@ def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -
     config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
     kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
     name = f"{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}"
-    return _gla(name, "forward/kernel.cuh", half, kernel)
+    return _instance(GLA, name, "forward/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -524,7 +511,7 @@ def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
     """
     walkers = 2 if tile == 256 else walkers
     kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
-    return _gla(f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", half, kernel)
+    return _instance(GLA, f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", [kernel], half)
 
 
 @functools.cache
@@ -532,8 +519,9 @@ def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
     """The states at the borders between GLA's segments, or their gradients."""
     tile = 64 if dim_v <= 64 else 128
     of_sums = f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>"
+    kernels = of_sums, f"gla_carry_kernel<{_cpp(backward)}>"
     name = f"segments_v{tile}{'_backward' if backward else ''}"
-    return _gla(name, "segments/kernels.cuh", half, of_sums, f"gla_carry_kernel<{_cpp(backward)}>")
+    return _instance(GLA, name, "segments/kernels.cuh", kernels, half)
 
 
 def all_instances() -> list[Instance]:
@@ -549,14 +537,12 @@ def shipped_instances() -> tuple[Instance, ...]:
     found: list[Instance] = []
     for half, decay in itertools.product(halves, halves):
         found += _scalar_gate_instances(half, decay)
-    for half in halves:
-        found += _delta_instances(half)
-    for half in halves:
-        found += _gla_instances(half)
-    found += [mlstm_fwd_combine(decay) for decay in halves]
-    found += [mlstm_bwd_combine(decay) for decay in halves]
+    for of_half in (_delta_instances, _gla_instances):
+        found += itertools.chain(*map(of_half, halves))
+    found += map(mlstm_fwd_combine, halves)
+    found += map(mlstm_bwd_combine, halves)
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
-    found += [delta_leads(), delta_carry(), delta_strength(), delta_decay()]
+    found += map(delta_of_all, _DELTA_OF_ALL)
     found += [mlstm_tokens(tile, *states) for tile, states in itertools.product(TOKEN_TILES, _STATES)]
     of_steps = itertools.product(
         _STATE_TYPES, halves, ((False, False), (False, True), (True, False)), RECURRENT_KEYS

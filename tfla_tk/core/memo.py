@@ -76,6 +76,14 @@ class Memo(Generic[Result]):
                 del self._results[next(iter(self._results))]
             self._results[key] = result
 
+    def of(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """What there is for a key, made and kept where there is nothing yet."""
+        found = self.get(key)
+        if found is None:
+            found = make()
+            self.keep(key, found)
+        return found
+
 
 _calls: weakref.WeakSet[CallMemo[Any]] = weakref.WeakSet()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,15 +55,15 @@ def gate(x: Tensor) -> Gate:
 
 
 @functools.lru_cache(maxsize=4096)
-def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+def descriptor_strides(shape: tuple[int, ...], of_x: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows.
 
     The strides of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too.
     """
-    if shape[-1] > 1 and strides[-1] != 1:
+    if shape[-1] > 1 and of_x[-1] != 1:
         return None
     outer = tuple(
-        stride if size > 1 else _ROW_ALIGNMENT for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+        stride if size > 1 else _ROW_ALIGNMENT for size, stride in zip(shape[:-1], of_x[:-1], strict=True)
     )
     if any(stride <= 0 or stride % _ROW_ALIGNMENT for stride in outer):
         return None
@@ -73,8 +74,8 @@ def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tupl
 def operand(x: Tensor) -> Operand | None:
     """Address of x [B, NH, S, D] and its strides for a TMA descriptor; None where it cannot address x."""
     pointer = x.data_ptr()
-    strides = descriptor_strides(x.shape, x.stride())
-    return None if strides is None or pointer % ADDRESS_ALIGNMENT else (pointer, *strides)
+    found = descriptor_strides(x.shape, x.stride())
+    return None if found is None or pointer % ADDRESS_ALIGNMENT else (pointer, *found)
 
 
 def as_operand(x: Tensor) -> Tensor:
@@ -87,6 +88,21 @@ def as_state(x: MaybeTensor) -> MaybeTensor:
     if x is None or (x.is_contiguous() and x.data_ptr() % ADDRESS_ALIGNMENT == 0):
         return x
     return _dense(x)
+
+
+def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTensor) -> tuple[Any, ...]:
+    """What launches depend on of their tensors but for addresses: the device, sizes, strides and dtypes.
+
+    Args:
+        tensors: all of them, whose sizes follow from those of the first three.
+    """
+    sizes = q.get_device(), q.shape, v.shape, None if cu_seqlens is None else cu_seqlens.shape
+    return *sizes, *[None if x is None else (x.stride(), x.dtype) for x in tensors]
+
+
+def strides(*tensors: MaybeTensor) -> tuple[Any, ...]:
+    """Of tensors; None for none."""
+    return tuple(None if x is None else x.stride() for x in tensors)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ from tfla_tk.backends.tk.channel_gate.call import (
     slices_of_k,
     slices_of_v,
 )
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    Operand,
+    as_operand,
+    as_state,
+    current_stream,
+    strides,
+)
 from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, are_same, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
@@ -59,9 +66,9 @@ def _run(
     needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
 ) -> Gradients:
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
-    likes = None if given is core else tuple(x.stride() for x in given[:4])
+    likes = None if given is core else strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = (needs_dg, likes, do.stride(), None if dht is None else dht.stride(), cut, layout(core))
+    key = needs_dg, likes, strides(do, dht), cut, layout(core)
     run = _backwards.get(key)
     if run is None:
         read, dout, last = readable(core), as_operand(do), as_state(dht)

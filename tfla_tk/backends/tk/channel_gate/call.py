@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, laid_out, multiprocessors
 from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
@@ -144,21 +144,7 @@ def readable(core: GLACore) -> GLACore:
 
 def layout(core: GLACore) -> Any:
     """All that the launch of a call depends on but for addresses."""
-    q, k, v, g, initial_state, cu_seqlens = core[:6]
-    return (
-        q.get_device(),
-        q.dtype,
-        q.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        g.stride(),
-        g.dtype,
-        None if initial_state is None else initial_state.stride(),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
-        core[6:],
-    )
+    return laid_out(core.q, core.v, core.cu_seqlens, *core[:6]), core[6:]
 
 
 class Slice(NamedTuple):

@@ -42,12 +42,9 @@ def forward(
         RuntimeError: The launch was refused.
     """
     core = readable(core)
-    key = (output_final_state, keep, layout(core))
-    prepared = _forwards.get(key)
-    if prepared is None:
-        prepared = Forward(core, output_final_state=output_final_state, keep=keep)
-        _forwards.keep(key, prepared)
-    return prepared(*core[:6])
+    options = {"output_final_state": output_final_state, "keep": keep}
+    key = output_final_state, keep, layout(core)
+    return _forwards.of(key, lambda: Forward(core, **options))(*core[:6])
 
 
 def prepare(

@@ -16,8 +16,10 @@ from tfla_tk.backends.tk.operands import (
     Operand,
     as_operand,
     as_state,
+    laid_out,
     memory_rate,
     multiprocessors,
+    strides,
 )
 from tfla_tk.backends.tk.prepared import Addresses, Launch, Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -394,31 +396,8 @@ def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
     Args:
         read: the call as `readable` leaves it.
     """
-    given = None if read is core else tuple(None if x is None else x.stride() for x in core[:8])
-    return given, _layout(read)
-
-
-def _layout(core: DeltaRuleCore) -> Any:
-    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = core[:9]
-    return (
-        q.get_device(),
-        q.dtype,
-        q.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        None if g is None else (g.stride(), g.dtype),
-        beta.stride(),
-        beta.dtype,
-        None if a_log is None else (a_log.stride(), a_log.dtype),
-        None if dt_bias is None else (dt_bias.stride(), dt_bias.dtype),
-        None if initial_state is None else initial_state.stride(),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
-        core.scale,
-        core.batch_invariant,
-        core[10:13],
-    )
+    likes = None if read is core else strides(*core[:8])
+    return likes, laid_out(read.q, read.v, read.cu_seqlens, *read[:9]), read[9:]
 
 
 def number(core: DeltaRuleCore) -> tuple[Any, Addresses]:

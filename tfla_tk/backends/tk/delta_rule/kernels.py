@@ -15,14 +15,18 @@ def of_forward(shape: Shape) -> list[Instance]:
     if makes == "given":
         found.append(instances.delta_matrices(tile, half, shape.matrices == 2))
     if shape.carried:
-        found += [instances.delta_leads(), instances.delta_maps(tile, half), instances.delta_carry()]
+        found += [
+            instances.delta_of_all("leads"),
+            instances.delta_maps(tile, half),
+            instances.delta_of_all("carry"),
+        ]
     return found
 
 
 def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
     """The backward's."""
     tile, half = _tile_of_k(shape), shape.half
-    found = [instances.delta_strength()]
+    found = [instances.delta_of_all("strength")]
     if shape.is_wide:
         left = "paired left" if shape.turns == 2 else "left"
         found += [instances.delta_mirror(tile, half, shape.mirror_walkers)]
@@ -31,8 +35,11 @@ def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
     else:
         found.append(instances.delta_gradients(half, needs_dg))
         if shape.carried:
-            found += [instances.delta_mirror(tile, half, shape.mirror_walkers), instances.delta_carry()]
-        of_dg = instances.delta_decay()
+            found += [
+                instances.delta_mirror(tile, half, shape.mirror_walkers),
+                instances.delta_of_all("carry"),
+            ]
+        of_dg = instances.delta_of_all("decay")
     if shape.combines:
         found.append(instances.delta_combine(half))
     return found + ([of_dg] if needs_dg else [])

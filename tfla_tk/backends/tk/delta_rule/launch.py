@@ -43,6 +43,7 @@ from tfla_tk.backends.tk.operands import (
     as_operand,
     as_state,
     current_stream,
+    strides,
 )
 from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
 from tfla_tk.build import instances
@@ -63,12 +64,9 @@ def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Out
         RuntimeError: A launch was refused.
     """
     read = readable(core)
+    options = {"output_final_state": output_final_state, "keep": keep}
     key = output_final_state, keep, layout(core, read)
-    prepared = _forwards.get(key)
-    if prepared is None:
-        prepared = Forward(core, read, output_final_state=output_final_state, keep=keep)
-        _forwards.keep(key, prepared)
-    return prepared(core, read)
+    return _forwards.of(key, lambda: Forward(core, read, **options))(core, read)
 
 
 def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
@@ -141,7 +139,7 @@ def _run(
     dht: MaybeTensor,
 ) -> Gradients:
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
-    key = needs_gates, do.stride(), None if dht is None else dht.stride(), layout(given, core)
+    key = needs_gates, strides(do, dht), layout(given, core)
     run = _backwards.get(key)
     if run is None:
         read, dout, last = readable(core), as_operand(do), as_state(dht)

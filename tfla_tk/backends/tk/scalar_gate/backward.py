@@ -37,21 +37,16 @@ from tfla_tk.backends.tk.operands import (
     as_state,
     current_stream,
     descriptor_strides,
+    laid_out,
     multiprocessors,
+    strides,
 )
 from tfla_tk.backends.tk.prepared import Addresses, are_same, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
-from tfla_tk.backends.tk.scalar_gate import launches
+from tfla_tk.backends.tk.scalar_gate import launches, walks
 from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
-from tfla_tk.backends.tk.scalar_gate.walks import (
-    Sizes,
-    cut_sequences,
-    instances_of,
-    instances_of_cut,
-    is_narrow,
-    make_plan,
-)
+from tfla_tk.backends.tk.scalar_gate.walks import Sizes
 from tfla_tk.build import instances
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, chunk_slots
@@ -155,10 +150,12 @@ def run(
     """
     if tensors.v.numel() == 0:
         return _run_without_tokens(tensors, options)
-    if kept is None and is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
+    if kept is None and walks.is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
         # of another forward: its own has kept no states
         kept = tk_forward.run(tensors[:9], options._replace(keep_states=True))[7]
-    key = _layout(tensors, options, kept, like)
+    likes = None if like is None else strides(*like.with_gradients)
+    of_tensors = laid_out(tensors.q, tensors.v, tensors.cu_seqlens, *tensors)
+    key = options, of_tensors, likes, None if kept is None else kept.layout
     backward = _backwards.get(key)
     if backward is None:
         read = tensors.readable()
@@ -179,37 +176,6 @@ def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
     return grads
 
 
-def _layout(tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> Any:
-    """All that the launches of a call depend on but for addresses."""
-    x = tensors
-    key = (
-        options,
-        x.q.get_device(),
-        x.q.dtype,
-        x.q.shape,
-        x.v.shape,
-        x.q.stride(),
-        x.k.stride(),
-        x.v.stride(),
-        x.h.stride(),
-        x.dh.stride(),
-        x.f.stride(),
-        x.f.dtype,
-        None if x.i is None else (x.i.stride(), x.i.dtype),
-        None if x.cu_seqlens is None else (x.cu_seqlens.shape, x.cu_seqlens.stride(), x.cu_seqlens.dtype),
-        None if x.c_initial is None else x.c_initial.stride(),
-        None if x.n_initial is None else x.n_initial.stride(),
-        None if x.c_last is None else x.c_last.stride(),
-        None if x.n_last is None else x.n_last.stride(),
-        None if x.dc_last is None else x.dc_last.stride(),
-        None if x.dn_last is None else x.dn_last.stride(),
-        None if kept is None else kept.layout,
-    )
-    if like is None:
-        return key
-    return *key, *(None if x is None else x.stride() for x in like.with_gradients)
-
-
 class Backward:
     """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
 
@@ -226,12 +192,12 @@ class Backward:
         left = None if kept is None else kept.layout
         call, written, states_given = _describe(tensors, options, left, self._as_written(grads))
         self._memory_size = call.plan.bytes // tensors.q.itemsize
-        self._parts = call.plan.parts if written.dn_of_parts else 0
+        self._parts = walks.parts_of(call.dims[1]) if written.dn_of_parts else 0
         before = launches.before_gradients(call, states_given=states_given)
-        walks = launches.of_gradients(call, written)
+        of_walks = launches.of_gradients(call, written)
         gates = [launches.of_gates(call, written)] if options.needs_df else []
         # the gates read dn_initial
-        groups = (before, walks, gates) if self._parts else (before, walks + gates, [])
+        groups = (before, of_walks, gates) if self._parts else (before, of_walks + gates, [])
         self._before, self._walks, self._gates = (build.launches(group) for group in groups)
 
     def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> Gradients:
@@ -308,7 +274,7 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
         left: what the forward has kept.
         grads: as the kernels write them.
     """
-    addresses, normalize, last = Addresses(), options.normalize, options.heads_last
+    addresses, normalize, decay, last = Addresses(), options.normalize, options.decay, options.heads_last
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
@@ -316,56 +282,44 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
     half, device, offsets = x.q.dtype == torch.float16, x.q.get_device(), x.cu_seqlens
     sequences = sizes[0] if offsets is None else offsets.shape[0] - 1
     of_cut = {"packed": offsets is not None, "batch_invariant": options.batch_invariant}
-    cut = cut_sequences(sizes, sequences, multiprocessors(device), **of_cut)
-    narrow = is_narrow(*sizes[3:])
+    cut = walks.cut_sequences(sizes, sequences, multiprocessors(device), **of_cut)
+    narrow = walks.is_narrow(*sizes[3:])
     states_given = left is not None and (narrow or left.cut == cut)
-    kinds = {"half": half, "normalize": normalize, "decay": options.decay}
-    gate = options.sigmoid_gate and not options.decay
-    kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=gate, needs_df=options.needs_df)
+    kinds = {"half": half, "normalize": normalize, "decay": decay}
+    gate = options.sigmoid_gate and not decay
+    kernels = walks.instances_of(*sizes[3:], **kinds, sigmoid_gate=gate, needs_df=options.needs_df)
     if cut.segments > sequences:
-        kernels += instances_of_cut(*sizes[3:], **kinds)
-    build.load(instances.CHUNKWISE[options.decay], *kernels)
-    plan = make_plan(
+        kernels += walks.instances_of_cut(*sizes[3:], **kinds)
+    build.load(instances.CHUNKWISE[decay], *kernels)
+    plan = walks.make_plan(
         sizes,
         sequences,
         chunk_slots(sizes[2], offsets),
         cut,
         memory_at,
         normalize=normalize,
-        decay=options.decay,
+        decay=decay,
         states_given=states_given,
         batch_invariant=options.batch_invariant,
         needs_df=options.needs_df,
     )
-    memory, of_one_walk = plan.memory, (0, 0, 0)
+    of_one_walk = 0, 0, 0
     if left is not None and states_given:
         first, second = (kept_at + offset for offset in left.offsets)
         of_n = second if normalize else 0
         if narrow:
             of_one_walk = kept_at, first, of_n
         else:
-            memory = memory._replace(state_c=first, state_n=of_n)
+            plan = plan._replace(memory=plan.memory._replace(state_c=first, state_n=of_n))
     operands = {
         name: _operand(getattr(at, name), getattr(x, name), heads_last=last)
         for name in ("q", "k", "v", "h", "dh")
     }
     gates = {name: _gate(getattr(at, name), getattr(x, name), x.v, heads_last=last) for name in ("i", "f")}
     read = at._replace(**operands, **gates, n_initial=at.n_initial if normalize else 0)
-    call = Call(
-        plan=plan,
-        memory=memory,
-        sizes=sizes,
-        at=read,
-        cut=(at.cu_seqlens, offsets is not None and offsets.dtype == torch.int64, sequences, *cut),
-        left=of_one_walk,
-        eps=options.eps,
-        scale=options.scale_of(sizes[3]),
-        sigmoid_gate=options.sigmoid_gate,
-        group=group,
-        half=half,
-        device=device,
-        decay=options.decay,
-    )
+    is_64bit = offsets is not None and offsets.dtype == torch.int64
+    of_cut_at = at.cu_seqlens, is_64bit, sequences, *cut
+    call = Call(plan, sizes, read, of_cut_at, of_one_walk, options, group, half, device)
     dq, dk, dv, di, df, _, dn_initial = grads
     written = Grads(
         _operand(to[0], dq, heads_last=last),
@@ -375,7 +329,7 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
         _gate(to[4], df, x.v, heads_last=last),
         to[5],
         to[6],
-        addresses.next() if dn_initial is not None and plan.parts > 1 else 0,
+        addresses.next() if dn_initial is not None and walks.parts_of(sizes[4]) > 1 else 0,
     )
     return call, written, states_given
 

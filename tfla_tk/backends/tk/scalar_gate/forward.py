@@ -20,6 +20,7 @@ from tfla_tk.backends.tk.operands import (
     as_state,
     current_stream,
     descriptor_strides,
+    laid_out,
     multiprocessors,
     pointer,
 )
@@ -135,13 +136,8 @@ def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
     read = Tensors(*tensors).readable()
-    layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in read]
-    key = (options, v.get_device(), v.stride(), *layouts)
-    forward = _forwards.get(key)
-    if forward is None:
-        forward = Forward(read, v, options)
-        _forwards.keep(key, forward)
-    return forward(*read, h_like=v)
+    key = options, v.stride(), laid_out(read.q, read.v, read.cu_seqlens, *read)
+    return _forwards.of(key, lambda: Forward(read, v, options))(*read, h_like=v)
 
 
 class Forward:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from tfla_tk import build
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
+from tfla_tk.backends.tk.scalar_gate import walks
+from tfla_tk.backends.tk.scalar_gate.forward import Options
 from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes, tile_of_both
 from tfla_tk.build import instances
 from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
@@ -26,36 +28,50 @@ class Call:
     """What all kernels read, in the same way: tensors by their addresses, 0 where there is none.
 
     Attributes:
-        plan, memory: what is launched, and where it leaves what.
+        plan: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
         at: the backward's `Tensors` with what kernels take in their place: operands for q, k, v, h, dh
             [B, NH, S, *], rows aligned for TMA; gates for i, f [B, NH, S]; else addresses. row_n is 0 without
             normaliser alone, states and their gradients are fp32 and contiguous.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
-            plan's cut.
+            cut.
         left: what the forward has left for one walk: states, their units, n; 0 for three.
-        scale: of q k^T.
         group: heads that share one of q and k.
-        decay: there is a scalar decay in the place of gates.
     """
 
     plan: Plan
-    memory: Memory
     sizes: Sizes
     at: Any
     cut: tuple[int, bool, int, int, int]
     left: Triple
-    eps: float
-    scale: float
-    sigmoid_gate: bool
+    options: Options
     group: int
     half: bool
     device: int
-    decay: bool
 
     def kernels(self, *of_launch: instances.Instance) -> ModuleType:
         """What launches these kernels."""
-        return build.load(instances.CHUNKWISE[self.decay], *of_launch)
+        return build.load(instances.CHUNKWISE[self.options.decay], *of_launch)
+
+    @property
+    def memory(self) -> Memory:
+        """Where kernels leave what others read."""
+        return self.plan.memory
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """K and V."""
+        return self.sizes[3:]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether one walk makes dq, dk and dv."""
+        return walks.is_narrow(*self.dims)
+
+    @property
+    def row_terms(self) -> tuple[int, int, float]:
+        """What gives w of every token."""
+        return self.at.row_n, self.at.row_m, self.options.eps
 
     @property
     def normalize(self) -> bool:
@@ -65,7 +81,8 @@ class Call:
     @property
     def gates(self) -> instances.Instance:
         """The kernels for the gates."""
-        return instances.mlstm_bwd_gates(self.sigmoid_gate and not self.decay, self.decay)
+        sigmoid_gate, decay = self.options.sigmoid_gate, self.options.decay
+        return instances.mlstm_bwd_gates(sigmoid_gate and not decay, decay)
 
 
 class Grads(NamedTuple):
@@ -90,7 +107,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
-        if not (states_given or x.plan.is_narrow):
+        if not (states_given or x.is_narrow):
             found += _of_segments_of_dq(x)
         found += _of_segments_of_dk(x)
     return found
@@ -98,7 +115,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
 
 def of_gradients(x: Call, written: Grads) -> list[Launch]:
     """The walks. Of three that for dv leaves dh_t.h_t, but where the plan has rows: e before the walks."""
-    if x.plan.is_narrow:
+    if x.is_narrow:
         return [_of_one_walk(x, written)]
     dots = x.at.row_n != 0 and not x.plan.has_rows
     found = [_of_dv(x, written, dots=dots)]
@@ -109,8 +126,9 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
 
 def _of_one_walk(x: Call, written: Grads) -> Launch:
     """dq, dk and dv, and the sums for the gates where these have gradients."""
-    memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.sizes[3:])
-    return x.kernels(instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.decay)).gradients(
+    memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.dims)
+    kernels = instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.options.decay)
+    return x.kernels(kernels).gradients(
         x.at.q, x.at.k, x.at.v, x.at.dh, x.left, memory.gates, _e(x)[0],
         _boundary(x, memory.grad_c, memory.grad_n if x.normalize else 0, memory.grad_decay),
         (x.at.dc_last, x.at.dn_last), (written.dc_initial, written.dn_initial),
@@ -125,7 +143,7 @@ def _of_rows(x: Call) -> Launch:
     return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
         x.at.dh,
         x.at.h,
-        (x.at.row_n, x.at.row_m, x.eps),
+        x.row_terms,
         (x.memory.log2_w, x.memory.e, x.plan.e_stride),
         (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
         x.half,
@@ -136,9 +154,9 @@ def _of_rows(x: Call) -> Launch:
 def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the walks take them."""
     return x.kernels(x.gates).mlstm_bwd_scan(
-        x.at.i, x.at.f, (x.at.row_n, x.at.row_m, x.eps), x.at.chunk_m, x.memory.gates,
-        x.memory.tickets if x.plan.parts > 1 else 0,
-        x.cut[:3], x.sizes[:3], x.scale, x.sigmoid_gate, x.device,
+        x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
+        x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
+        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
     )  # fmt: skip
 
 
@@ -147,8 +165,8 @@ def _of_factors(x: Call) -> Launch:
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
     return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
-        (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
-        (x.at.row_n, x.at.row_m, x.eps),
+        (x.memory.dots, rows, *walks.slices_of_dots(*x.dims)),
+        x.row_terms,
         (0, x.memory.e, x.plan.e_stride),
         rows,
         x.device,
@@ -171,22 +189,23 @@ def _of_segments_of_dk(x: Call) -> list[Launch]:
     grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
     return [
         _sum_segments(x, "dk", x.at.dh, x.at.q, grads),
-        _combine(x, grads, x.plan.parts, (x.at.dc_last, x.at.dn_last), backward=True),
+        _combine(x, grads, walks.parts_of(x.dims[1]), (x.at.dc_last, x.at.dn_last), backward=True),
     ]
 
 
 def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> Launch:
     """What every segment adds by itself at the boundary over which the walk leaves it."""
     *size, dim_qk, dim_v = x.sizes
-    kernels = instances.mlstm_walk_segments(x.plan.tile, x.half, x.normalize, x.decay)
+    _, tile = walks.tiles_of(dim_qk, dim_v)
+    kernels = instances.mlstm_walk_segments(tile, x.half, x.normalize, x.options.decay)
     return x.kernels(kernels).segments(
-        _walk(x, name, x.plan.tile, keys, values, boundary, (*size, dim_v, dim_qk)),
+        _walk(x, name, tile, keys, values, boundary, (*size, dim_v, dim_qk)),
         x.at.i,
         x.at.f,
         x.memory.log2_w if x.normalize else 0,
         x.at.chunk_m,
-        x.scale,
-        x.sigmoid_gate,
+        x.options.scale_of(dim_qk),
+        x.options.sigmoid_gate,
     )
 
 
@@ -205,7 +224,7 @@ def _walk(
 
 def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
-    return x.kernels(instances.mlstm_bwd_combine(x.decay)).mlstm_bwd_combine(
+    return x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
         boundaries,
         norm_parts,
         entering,
@@ -289,8 +308,9 @@ def _prepare_walk(
         anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
         ticket: by which the CTAs of several parts of V count themselves.
     """
-    tile, gradients = (x.plan.tile_of_dv, "dv") if name == "dv" else (x.plan.tile, "dq and dk")
-    return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
+    of_dv, of_others = walks.tiles_of(*x.dims)
+    tile, gradients = (of_dv, "dv") if name == "dv" else (of_others, "dq and dk")
+    return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.options.decay)).walk(
         _walk(x, name, tile, keys, values, boundary, sizes), x.memory.gates,
         queries, out, factor,
         entering, leaving, sums, anchors, ticket,
@@ -299,22 +319,22 @@ def _prepare_walk(
 
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
-    memory, plan = x.memory, x.plan
-    if plan.is_narrow:
-        parts = tile_of_both(*x.sizes[3:]) // 16 + x.normalize  # a warp has 16 columns of V
+    memory, sums = x.memory, walks.ctas_of_a_walk(*x.dims)
+    if x.is_narrow:
+        parts = tile_of_both(*x.dims) // 16 + x.normalize  # a warp has 16 columns of V
         return x.kernels(x.gates).gate_gradients(
             (memory.q_dq, memory.k_dk, memory.flows), parts, x.at.i, x.at.f, written.di, written.df,
-            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.sigmoid_gate, x.device,
+            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.options.sigmoid_gate, x.device,
         )  # fmt: skip
     return x.kernels(x.gates).mlstm_bwd_gates(
-        (memory.q_dq, memory.q_dq_inter, plan.sums),
-        (memory.k_dk, memory.k_dk_inter, plan.sums),
-        (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),
+        (memory.q_dq, memory.q_dq_inter, sums),
+        (memory.k_dk, memory.k_dk_inter, sums),
+        (memory.flows, memory.flows, x.plan.flow_parts, ANCHOR_CHUNKS),
         x.at.i, x.at.f, written.di, written.df, x.at.chunk_m,
         _with_gradient(x.at.c_initial, written.dc_initial)
         + _with_gradient(x.at.n_initial, written.dn_initial),
         _with_gradient(x.at.c_last, x.at.dc_last) + _with_gradient(x.at.n_last, x.at.dn_last),
-        memory.workspace, x.cut[:3], x.sizes, x.sigmoid_gate, x.device,
+        memory.workspace, x.cut[:3], x.sizes, x.options.sigmoid_gate, x.device,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ narrow head dims there is one walk, mlstm_gradients; else there are three, whose
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfla_tk import build
@@ -74,35 +73,21 @@ class Memory(NamedTuple):
     tickets: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """How a backward is launched.
 
     Attributes:
-        is_narrow: one walk makes dq, dk and dv.
-        tile_of_dv, tile: of the walk for dv, and of those for dq and dk (`instances.walk_tile`).
-        parts: of V: the shares of the walks for dq and dk.
         e_stride: elements from a part's e to the next one's.
-        dot_slices, part_slices: of dots, all and of a part.
-        cut: of the sequences into segments.
         is_cut: whether there are boundaries between segments.
         has_rows: whether e of every token is there before the walks; else the walk for dv leaves its dots.
-        sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
+        flow_parts: of the flows, as `Memory` has them.
         bytes: of the allocation.
         memory: what it holds.
     """
 
-    is_narrow: bool
-    tile_of_dv: tuple[int, int]
-    tile: tuple[int, int]
-    parts: int
     e_stride: int
-    dot_slices: int
-    part_slices: int
-    cut: Cut
     is_cut: bool
     has_rows: bool
-    sums: int
     flow_parts: int
     bytes: int
     memory: Memory
@@ -167,7 +152,18 @@ def ctas_of_a_walk(dim_qk: int, dim_v: int) -> int:
     _, (_, slice_k) = tiles_of(dim_qk, dim_v)
     if is_narrow(dim_qk, dim_v):
         return 1
-    return -(-dim_qk // slice_k) * _parts(dim_v)
+    return -(-dim_qk // slice_k) * parts_of(dim_v)
+
+
+def parts_of(dim_v: int) -> int:
+    """Parts of V: the shares of the walks for dq and dk."""
+    return -(-dim_v // PART_COLUMNS)
+
+
+def slices_of_dots(dim_qk: int, dim_v: int) -> tuple[int, int]:
+    """Slices of V of the dots that the walk for dv leaves, all and of a part."""
+    (_, columns), _ = tiles_of(dim_qk, dim_v)
+    return -(-dim_v // columns), PART_COLUMNS // columns
 
 
 def cut_sequences(
@@ -220,10 +216,9 @@ def make_plan(
     own_states = 0 if states_given or narrow else boundaries
     has_rows = normalize and (narrow or boundaries > 0 or batch_invariant)
     row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
-    of_dv, tile = tiles_of(dim_qk, dim_v)
-    _, dots_slice = of_dv
-    dot_slices = -(-dim_v // dots_slice)
-    parts = _parts(dim_v)
+    _, tile = tiles_of(dim_qk, dim_v)
+    dot_slices, _ = slices_of_dots(dim_qk, dim_v)
+    parts = parts_of(dim_v)
     sums = ctas_of_a_walk(dim_qk, dim_v)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
@@ -257,23 +252,4 @@ def make_plan(
         workspace=scratch.take(workspace_bytes),
         tickets=scratch.take(2 * INT),
     )
-    return Plan(
-        narrow,
-        of_dv,
-        tile,
-        parts,
-        row_bytes // FLOAT,
-        dot_slices,
-        PART_COLUMNS // dots_slice,
-        cut,
-        boundaries > 0,
-        has_rows,
-        sums,
-        flow_parts,
-        scratch.bytes,
-        memory,
-    )
-
-
-def _parts(dim_v: int) -> int:
-    return -(-dim_v // PART_COLUMNS)
+    return Plan(row_bytes // FLOAT, boundaries > 0, has_rows, flow_parts, scratch.bytes, memory)
