@@ -14,14 +14,7 @@ from .delta_rule import (
     gated_delta_rule_parallel,
     gated_delta_rule_recurrent,
 )
-from .delta_rule_backward import (
-    DeltaRuleChunk,
-    DeltaRuleChunkGrads,
-    DeltaRuleGrads,
-    delta_rule_chunk_backward,
-    delta_rule_chunk_forward,
-    gated_delta_rule_backward,
-)
+from .delta_rule_backward import DeltaRuleGrads, gated_delta_rule_backward
 from .delta_rule_inputs import (
     LogDecayGrads,
     delta_log_decay,
@@ -32,17 +25,9 @@ from .delta_rule_inputs import (
     writing_strength_backward,
 )
 from .gla import gla_chunkwise, gla_parallel, gla_recurrent
-from .gla_backward import GLAGrads, GLALevel, gla_backward, gla_levels
+from .gla_backward import GLAGrads, gla_backward
 from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
-from .mlstm_backward import (
-    MLSTMBackward,
-    MLSTMChunkGrads,
-    MLSTMGrads,
-    mlstm_backward,
-    mlstm_backward_terms,
-    mlstm_siging_backward,
-)
-from .mlstm_chunk import MLSTMChunk
+from .mlstm_backward import MLSTMGrads, mlstm_backward, mlstm_siging_backward
 from .mlstm_forward import MLSTMForward, mlstm_forward_terms
 from .mlstm_siging import (
     mlstm_siging_chunkwise,
@@ -61,22 +46,14 @@ from .simple_gla import (
 )
 
 __all__ = [
-    "DeltaRuleChunk",
-    "DeltaRuleChunkGrads",
     "DeltaRuleGrads",
     "GLAGrads",
-    "GLALevel",
     "LogDecayGrads",
-    "MLSTMBackward",
-    "MLSTMChunk",
-    "MLSTMChunkGrads",
     "MLSTMForward",
     "MLSTMGrads",
     "SimpleGLAGrads",
     "delta_log_decay",
     "delta_log_decay_backward",
-    "delta_rule_chunk_backward",
-    "delta_rule_chunk_forward",
     "delta_rule_chunkwise",
     "delta_rule_parallel",
     "delta_rule_recurrent",
@@ -86,14 +63,12 @@ __all__ = [
     "gated_delta_rule_recurrent",
     "gla_backward",
     "gla_chunkwise",
-    "gla_levels",
     "gla_parallel",
     "gla_recurrent",
     "l2_norm",
     "l2_norm_backward",
     "lightning_log_decay",
     "mlstm_backward",
-    "mlstm_backward_terms",
     "mlstm_chunkwise",
     "mlstm_forward_terms",
     "mlstm_parallel",

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -196,6 +196,51 @@ def scan_sequences(
     results = [form(own, state) for own, state in split_sequences(tokens, states, cu_seqlens)]
     outputs, lasts = zip(*results, strict=True)
     return torch.cat(outputs, dim=2), tuple(torch.cat(rows) for rows in zip(*lasts, strict=True))
+
+
+class BackwardForm(NamedTuple):
+    """Explicit formulas of an operator, for chunks of one sequence, head-first and promoted.
+
+    Attributes:
+        forward: from (*tokens, *states) with the states that enter a chunk what ``backward`` reads of the
+            chunk, and the states that leave it.
+        backward: from (what ``forward`` found, *tokens, do, *states, *dstates), with the gradients of the
+            output and of the states that leave, the gradients of the tokens and of the states that enter.
+    """
+
+    forward: Callable[..., tuple[Any, States]]
+    backward: Callable[..., States]
+
+
+def sequence_backward(
+    form: BackwardForm, size: int, tokens: States, states: States, dstates: States
+) -> list[Tensor]:
+    """The gradients of the tokens and of the initial states of one sequence of any length.
+
+    Args:
+        tokens: and, as the last one, the gradient of the output. size: tokens of a chunk.
+        states: before the first token. dstates: gradients of those after the last one.
+    """
+    # forward in time
+    chunks = []
+    for piece in split_chunks(tokens, size):
+        found, leaving = form.forward(*piece[:-1], *states)
+        chunks.append((found, *piece, *states))
+        states = leaving
+    # backward in time; an empty piece at the end: there may be no token
+    rows: list[States] = []
+    for chunk in reversed(chunks):
+        grads = form.backward(*chunk, *dstates)
+        rows.append(grads[: len(tokens) - 1])
+        dstates = grads[len(tokens) - 1 :]
+    rows.append(tuple(x[:, :, :0] for x in tokens[:-1]))
+    return [*(torch.cat(column[::-1], dim=2) for column in zip(*rows, strict=True)), *dstates]
+
+
+def join_sequences(parts: Sequence[Sequence[Tensor]], tokens: int) -> list[Tensor]:
+    """The sequences' results as one: the first ``tokens`` of them per token, the others per sequence."""
+    columns = zip(*parts, strict=True)
+    return [torch.cat(column, dim=2 if place < tokens else 0) for place, column in enumerate(columns)]
 
 
 def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:

@@ -34,8 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import States, full_precision, log_decay_gradient, segment_sum
-from .linear import BackwardForm, run_backward
+from .common import BackwardForm, States, full_precision, log_decay_gradient, segment_sum
+from .linear import run_backward
 
 
 class DeltaRuleGrads(NamedTuple):
@@ -53,45 +53,6 @@ class DeltaRuleGrads(NamedTuple):
     dg: Tensor
     dbeta: Tensor
     dh0: Tensor
-
-
-class DeltaRuleChunk(NamedTuple):
-    """Terms of the forward of one chunk of L tokens, in the compute dtype; shapes without the leading [B, H].
-
-    Attributes:
-        decay: [L, L] E. through: [L, 1] e^b. to_end: [L, 1] e^{b_L - b}.
-        overlap: [L, L] KK. scores: [L, L] QK. inverse: [L, L] A.
-        unwritten: [L, V] V - X. writes: [L, V] U.
-    """
-
-    decay: Tensor
-    through: Tensor
-    to_end: Tensor
-    overlap: Tensor
-    scores: Tensor
-    inverse: Tensor
-    unwritten: Tensor
-    writes: Tensor
-
-
-class DeltaRuleChunkGrads(NamedTuple):
-    """Terms of the backward of one chunk; shapes without the leading [B, H].
-
-    Attributes:
-        dwrites: [L, V] dU. dy: [L, V] dY.
-        dq: [L, K] of the scaled q. dk_left, dk_right: [L, K]. dv: [L, V]. dg, dbeta: [L].
-        ds: [K, V] gradient of the state that enters the chunk.
-    """
-
-    dwrites: Tensor
-    dy: Tensor
-    dq: Tensor
-    dk_left: Tensor
-    dk_right: Tensor
-    dv: Tensor
-    dg: Tensor
-    dbeta: Tensor
-    ds: Tensor
 
 
 @full_precision
@@ -125,14 +86,27 @@ def gated_delta_rule_backward(
 
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
-) -> tuple[DeltaRuleChunk, Tensor]:
-    """The terms of one chunk, and the state that leaves it."""
-    found = delta_rule_chunk_forward(q, k, v, g, beta, s)
-    return found, found.through[..., -1:, :] * s + (found.to_end * k).mT @ found.writes
+) -> tuple[States, States]:
+    """E, e^b [L, 1], e^{b_L - b} [L, 1], KK, A, V - X and U of one chunk, and the state that leaves it.
+
+    Args:
+        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g, beta: [B, H, L]. s: [B, H, K, V], enters the chunk.
+    """
+    decay = torch.exp(segment_sum(g))
+    through = torch.exp(g.cumsum(-1))[..., None]
+    to_end = decay[..., -1, :, None]
+    overlap = (decay * (k @ k.mT)).tril(-1)
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
+    system = identity + beta[..., None] * overlap
+    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    unwritten = v - through * (k @ s)
+    writes = inverse @ (beta[..., None] * unwritten)
+    leaving = through[..., -1:, :] * s + (to_end * k).mT @ writes
+    return (decay, through, to_end, overlap, inverse, unwritten, writes), (leaving,)
 
 
 def _chunk_backward(
-    forward: DeltaRuleChunk,
+    forward: States,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,45 +116,16 @@ def _chunk_backward(
     s: Tensor,
     ds: Tensor,
 ) -> States:
-    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk with q scaled."""
-    found = delta_rule_chunk_backward(forward, q, k, beta, s, do, ds)
-    return found.dq, found.dk_left + found.dk_right, found.dv, found.dg, found.dbeta, found.ds
-
-
-def delta_rule_chunk_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
-) -> DeltaRuleChunk:
-    """The forward of one chunk with its terms.
+    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk: R, then D1 and D2.
 
     Args:
-        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g, beta: [B, H, L]. s: [B, H, K, V], enters the chunk.
+        q (scaled), k, v, g, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state
+            that leaves the chunk.
     """
-    decay = torch.exp(segment_sum(g))
-    through = torch.exp(g.cumsum(-1))[..., None]
-    overlap = (decay * (k @ k.mT)).tril(-1)
-    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
-    system = identity + beta[..., None] * overlap
-    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-    unwritten = v - through * (k @ s)
-    writes = inverse @ (beta[..., None] * unwritten)
-    return DeltaRuleChunk(
-        decay, through, decay[..., -1, :, None], overlap, decay * (q @ k.mT), inverse, unwritten, writes
-    )
-
-
-def delta_rule_chunk_backward(
-    forward: DeltaRuleChunk, q: Tensor, k: Tensor, beta: Tensor, s: Tensor, do: Tensor, ds: Tensor
-) -> DeltaRuleChunkGrads:
-    """The backward of one chunk: R, then D1 and D2.
-
-    Args:
-        q (scaled), k, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state that
-            leaves the chunk.
-    """
-    decay, through, to_end, overlap, scores, inverse, unwritten, writes = forward
+    decay, through, to_end, overlap, inverse, unwritten, writes = forward
     beta = beta[..., None]
     # R
-    dwrites = scores.mT @ do + (to_end * k) @ ds
+    dwrites = (decay * (q @ k.mT)).mT @ do + (to_end * k) @ ds
     dy = inverse.mT @ dwrites
     dv = beta * dy
     ds_in = through[..., -1:, :] * ds + (through * q).mT @ do - (through * k).mT @ dv
@@ -200,4 +145,4 @@ def delta_rule_chunk_backward(
         (through[..., -1:, :] * s * ds).sum((-1, -2)),
     )
     dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
-    return DeltaRuleChunkGrads(dwrites, dy, dq, dk_left, dk_right, dv, dg, dbeta, ds_in)
+    return dq, dk_left + dk_right, dv, dg, dbeta, ds_in

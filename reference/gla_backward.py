@@ -1,4 +1,4 @@
-"""Explicit backward of gated linear attention, and its scores by levels, whose factors are all at most 1.
+"""Explicit backward of gated linear attention.
 
 In a chunk with b = cumsum(g) per channel, S the state that enters it, dS the gradient of the one that leaves
 it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t, and dP = tril(do V^T)::
@@ -21,9 +21,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, einsum
 
-from .common import States, full_precision, log_decay_gradient, segment_sum
+from .common import BackwardForm, States, full_precision, log_decay_gradient, segment_sum
 from .gla import gla_chunk
-from .linear import BackwardForm, run_backward
+from .linear import run_backward
 
 
 class GLAGrads(NamedTuple):
@@ -65,19 +65,13 @@ def gla_backward(
     Raises:
         ValueError: ``cu_seqlens`` that does not fit.
     """
-    form = BackwardForm(_chunk_forward, _chunk_backward)
+    form = BackwardForm(gla_chunk, _chunk_backward)
     found = run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens, chunk_size)
     return GLAGrads(*found)
 
 
-def _chunk_forward(*args: Tensor) -> tuple[None, Tensor]:
-    """The state that leaves a chunk."""
-    _, (leaving,) = gla_chunk(*args)
-    return None, leaving
-
-
 def _chunk_backward(
-    _: None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
+    _: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
 ) -> States:
     """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
     decay = torch.exp(segment_sum(rearrange(g, "b h l k -> b h k l")))  # [B, H, K, L, L]
@@ -98,54 +92,3 @@ def _chunk_backward(
         (end * s * ds).sum(-1),
     )
     return dq, dk, dv, dg.mT, end * ds + (through * q).mT @ do
-
-
-class GLALevel(NamedTuple):
-    """One level of the scores of a chunk: blocks of 2 n tokens in halves.
-
-    Attributes:
-        half: n. operand: [..., L, K] q e^{b - ref} in right halves, k e^{ref - b} in left ones, ref being b
-            at the last token of the left half; no factor exceeds 1 where g <= 0.
-        mask: [L, L] pairs of a token in a right half and one in the left half of the same block.
-    """
-
-    half: int
-    operand: Tensor
-    mask: Tensor
-
-
-def gla_levels(q: Tensor, k: Tensor, g: Tensor) -> list[GLALevel]:
-    """The operands of every level, without a cumsum: products of e^g that double from level to level.
-
-    The scores are ``sum(mask * operand @ operand.mT) + diag(q . k)``.
-
-    Args:
-        q (scaled), k, g: [..., L, K]; L is a power of two.
-
-    Raises:
-        ValueError: L is no power of two.
-    """
-    length = q.shape[-2]
-    if length < 1 or length & (length - 1):
-        raise ValueError(f"q: expected a power of two tokens, got {length}")
-    token = torch.arange(length, device=q.device)
-    # of the token's block of n: e^{b - b before it}, e^{b at its end - b}, and of the whole block
-    left_product = total = torch.exp(g)
-    right_product = torch.ones_like(g)
-    found, n = [], 1
-    while n < length:
-        in_right = (token // n) % 2 == 1
-        block = token // (2 * n)
-        operand = torch.where(in_right[:, None], q * left_product, k * right_product)
-        mask = (block[:, None] == block) & in_right[:, None] & ~in_right
-        found.append(GLALevel(n, operand, mask))
-        other = _swap_halves(total, n)
-        left_product = torch.where(in_right[:, None], left_product * other, left_product)
-        right_product = torch.where(in_right[:, None], right_product, right_product * other)
-        total, n = total * other, 2 * n
-    return found
-
-
-def _swap_halves(x: Tensor, n: int) -> Tensor:
-    """x [..., L, K] with the halves of every block of 2 n tokens exchanged."""
-    return x.unflatten(-2, (-1, 2, n)).flip(-3).flatten(-4, -2)

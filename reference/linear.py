@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
 from .common import (
+    BackwardForm,
     Form,
-    States,
     compute_dtype,
+    join_sequences,
     promote,
     scan_sequences,
+    sequence_backward,
     sequence_count,
-    split_chunks,
     split_sequences,
 )
 
@@ -91,20 +88,6 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return repeat(q, "b t h k -> b t (h n) k", n=groups), repeat(k, "b t h k -> b t (h n) k", n=groups)
 
 
-class BackwardForm(NamedTuple):
-    """Explicit formulas of an operator, for chunks of one sequence, head-first and promoted, q scaled.
-
-    Attributes:
-        forward: from (q, k, v, *gates, S) with the state S that enters a chunk what ``backward`` reads of the
-            chunk, and the state that leaves it.
-        backward: from (what ``forward`` found, q, k, v, *gates, do, S, dS), dS the gradient of the state that
-            leaves, the gradients of q, k, v, the gates and S, for every head of v.
-    """
-
-    forward: Callable[..., tuple[Any, Tensor]]
-    backward: Callable[..., States]
-
-
 def run_backward(
     form: BackwardForm,
     q: Tensor,
@@ -119,7 +102,7 @@ def run_backward(
     chunk_size: int,
     state_v_first: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Gradients by explicit formulas, chunk by chunk.
+    """Gradients by explicit formulas, chunk by chunk, of tokens (scale * q, k, v, *gates) and one state.
 
     Args:
         others: as in :func:`run_linear`; HV is a multiple of H. do: [B, T, HV, V] gradient of o. dht: that of
@@ -139,36 +122,14 @@ def run_backward(
     promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
     promoted[0] = promoted[0] * scale
     sequences = split_sequences(promoted, (h0, ds), cu_seqlens)
-    *columns, dh0s = zip(*(_sequence_backward(form, chunk_size, *each) for each in sequences), strict=True)
-    found = [rearrange(torch.cat(x, dim=2), "b h t ... -> b t h ...") for x in columns]
+    parts = [sequence_backward(form, chunk_size, own, (s,), (ds,)) for own, (s, ds) in sequences]
+    *columns, dh0 = join_sequences(parts, len(tokens) - 1)
+    found = [rearrange(x, "b h t ... -> b t h ...") for x in columns]
     found[0] = scale * found[0]
     found[:2] = [rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in found[:2]]
-    dh0 = torch.cat(dh0s)
     dh0 = dh0.mT if state_v_first else dh0
     like = (q, k, v, *gates, dh0 if initial_state is None else initial_state)
     return tuple(x.to(y.dtype) for x, y in zip((*found, dh0), like, strict=True))
-
-
-def _sequence_backward(form: BackwardForm, size: int, tokens: States, state: States) -> list[Tensor]:
-    """The gradients of q (scaled), k, v, the gates and the initial state of one sequence of any length.
-
-    Args:
-        tokens: q (scaled), k, v, *gates, do. state: S before the first token, dS after the last one.
-    """
-    s, ds = state
-    # forward in time
-    chunks = []
-    for piece in split_chunks(tokens, size):
-        found, leaving = form.forward(*piece[:-1], s)
-        chunks.append((found, *piece, s))
-        s = leaving
-    # backward in time; an empty piece at the end: there may be no token
-    rows: list[States] = []
-    for chunk in reversed(chunks):
-        *row, ds = form.backward(*chunk, ds)
-        rows.append(tuple(row))
-    rows.append(tuple(x[:, :, :0] for x in tokens[:-1]))
-    return [*(torch.cat(column[::-1], dim=2) for column in zip(*rows, strict=True)), ds]
 
 
 def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:

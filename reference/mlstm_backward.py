@@ -1,4 +1,4 @@
-"""Explicit backward formulas of mLSTMexp and mLSTMsig, chunk by chunk, with every term in the open.
+"""Explicit backward formulas of mLSTMexp and mLSTMsig, chunk by chunk.
 
 With s = K^-1/2, R_t = s e^{b_t + m_in - m_t}, and W, w^end of :class:`~.mlstm_chunk.MLSTMChunk`::
 
@@ -26,15 +26,25 @@ terms of such a token are 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, einsum
+from torch.nn.functional import logsigmoid
 
-from .common import States, full_precision, log_decay_gradient, promote, split_chunks, split_sequences
-from .mlstm_chunk import MLSTMChunk
-from .mlstm_forward import first_state, scan_mlstm
+from .common import (
+    BackwardForm,
+    States,
+    full_precision,
+    join_sequences,
+    log_decay_gradient,
+    promote,
+    sequence_backward,
+    split_sequences,
+)
+from .mlstm_chunk import MLSTMChunk, mlstm_chunk
+from .mlstm_forward import first_state
 
 
 class MLSTMGrads(NamedTuple):
@@ -49,47 +59,32 @@ class MLSTMGrads(NamedTuple):
     n_initial: Tensor
 
 
-class MLSTMChunkGrads(NamedTuple):
-    """Backward terms of one chunk of L tokens; shapes without the leading [B, NH]."""
-
-    dnum: Tensor  #: [L, V] gradient of the numerator
-    dd: Tensor  #: [L] gradient of s q_t.n_t
-    ds: Tensor  #: [L, L] gradient of Q K^T, gate and scale included
-    dq: Tensor  #: [L, K]
-    dk: Tensor  #: [L, K]
-    dv: Tensor  #: [L, V]
-    dc: Tensor  #: [K, V] gradient of the incoming C
-    dn: Tensor  #: [K] gradient of the incoming n
-    dlog_f: Tensor  #: [L] gradient of logsigmoid(f)
+def _chunk_forward(*args: Tensor, **options: Any) -> tuple[MLSTMChunk, States]:
+    """One chunk, and the state that leaves it."""
+    chunk = mlstm_chunk(*args, **options)
+    return chunk, (chunk.c, chunk.n, chunk.m)
 
 
-class MLSTMBackward(NamedTuple):
-    """Gradients with the terms they were computed from, in the compute dtype."""
-
-    grads: MLSTMGrads
-    forward: list[MLSTMChunk]  #: per chunk, first to last
-    backward: list[MLSTMChunkGrads]  #: per chunk, first to last
-    k_dk: Tensor  #: [B, NH, S] k_t.dk_t
-    dlog_f: Tensor  #: [B, NH, S] gradient of logsigmoid(f)
-
-
-def mlstm_chunk_backward(
+def _chunk_backward(
     forward: MLSTMChunk,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    dh: Tensor,
     c: Tensor,
     n: Tensor,
-    dh: Tensor,
+    m: Tensor,
     dc: Tensor,
     dn: Tensor,
-) -> MLSTMChunkGrads:
-    """Backward of :func:`~.mlstm_chunk.mlstm_chunk` from its own result.
+) -> States:
+    """dq, dk, dv, the gradients of the log gates and those of the incoming C and n, of one chunk.
 
     Args:
         forward: the chunk's forward terms.
-        q, k: [B, NH, L, K]. v: [B, NH, L, V].
-        c: [B, NH, K, V]. n: [B, NH, K]. Incoming state.
+        q, k: [B, NH, L, K]. v: [B, NH, L, V]. log_i, log_f: [B, NH, L].
+        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1]. Incoming state.
         dh: [B, NH, L, V]. dc: [B, NH, K, V]. dn: [B, NH, K]. Gradients of h and of the outgoing state.
     """
     scale = q.shape[-1] ** -0.5
@@ -107,26 +102,26 @@ def mlstm_chunk_backward(
     # through the states
     dq_inter = r * (einsum("bhtv,bhkv->bhtk", dnum, c) + dd[..., None] * n[..., None, :])
     dk_inter = w_end * (einsum("bhjv,bhkv->bhjk", v, dc) + dn[..., None, :])
-    return MLSTMChunkGrads(
-        dnum=dnum,
-        dd=dd,
-        ds=ds,
-        dq=einsum("bhtj,bhjk->bhtk", ds, k) + dq_inter,
-        dk=einsum("bhtj,bhtk->bhjk", ds, q) + dk_inter,
-        dv=einsum("bhtj,bhtv->bhjv", scores, dnum) + w_end * einsum("bhjk,bhkv->bhjv", k, dc),
-        dc=einsum("bhtk,bhtv->bhkv", r * q, dnum) + decay[..., None] * dc,
-        dn=einsum("bhtk,bht->bhk", r * q, dd) + decay * dn,
-        dlog_f=log_decay_gradient(
-            ds * products,
-            (q * dq_inter).sum(-1),
-            (k * dk_inter).sum(-1),
-            (decay[..., None] * c * dc).sum((-1, -2)) + (decay * n * dn).sum(-1),
-        ),
+    dk = einsum("bhtj,bhtk->bhjk", ds, q) + dk_inter
+    dlog_f = log_decay_gradient(
+        ds * products,
+        (q * dq_inter).sum(-1),
+        (k * dk_inter).sum(-1),
+        (decay[..., None] * c * dc).sum((-1, -2)) + (decay * n * dn).sum(-1),
+    )
+    return (
+        einsum("bhtj,bhjk->bhtk", ds, k) + dq_inter,
+        dk,
+        einsum("bhtj,bhtv->bhjv", scores, dnum) + w_end * einsum("bhjk,bhkv->bhjv", k, dc),
+        (k * dk).sum(-1),
+        dlog_f,
+        einsum("bhtk,bhtv->bhkv", r * q, dnum) + decay[..., None] * dc,
+        einsum("bhtk,bht->bhk", r * q, dd) + decay * dn,
     )
 
 
 @full_precision
-def mlstm_backward_terms(
+def mlstm_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -144,8 +139,8 @@ def mlstm_backward_terms(
     sigmoid_gate: bool = False,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
-) -> MLSTMBackward:
-    """Backward of mLSTM with all of its terms.
+) -> MLSTMGrads:
+    """Exact gradients of mLSTM by the explicit formulas.
 
     Args:
         q, k: [B, NH, S, K]. v: [B, NH, S, V]. i, f: [B, NH, S] pre-activations.
@@ -162,84 +157,17 @@ def mlstm_backward_terms(
     c, n, m = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)
     dc = torch.zeros_like(c) if dc_last is None else dc_last
     dn = torch.zeros_like(n) if dn_last is None or not normalize else dn_last
-    promoted = promote(*tokens, dh, c, n, m, dc, dn)
-    parts = [
-        _sequence_backward(own, state, eps, chunk_size, sigmoid_gate, normalize)
-        for own, state in split_sequences(promoted[:6], promoted[6:], cu_seqlens)
-    ]
-    grads = _joined([part.grads for part in parts], 5)
-    return MLSTMBackward(
-        MLSTMGrads(*(g.to(x.dtype) for g, x in zip(grads, (*tokens, c, n), strict=True))),
-        [chunk for part in parts for chunk in part.forward],
-        [chunk for part in parts for chunk in part.backward],
-        *_joined([(part.k_dk, part.dlog_f) for part in parts], 2),
-    )
-
-
-def _joined(parts: Sequence[Sequence[Tensor]], tokens: int) -> list[Tensor]:
-    """The sequences' results as one: the first ``tokens`` of them per token, the others per sequence."""
-    columns = zip(*parts, strict=True)
-    return [torch.cat(column, dim=2 if place < tokens else 0) for place, column in enumerate(columns)]
-
-
-def _sequence_backward(
-    tokens: States, state: States, eps: float, size: int, sigmoid_gate: bool, normalize: bool
-) -> MLSTMBackward:
-    """:func:`mlstm_backward_terms` of one sequence of any length.
-
-    Args:
-        tokens: q, k, v, i, f, dh. state: c, n, m before the first token, dc, dn after the last. All in the
-            compute dtype.
-    """
-    q, k, v, i, f, dh = tokens
-    c, n, m, dc, dn = state
-    # forward in time
-    forward = list(
-        scan_mlstm((q, k, v, i, f), (c, n, m), eps, size, sigmoid_gate=sigmoid_gate, normalize=normalize)
-    )
-    states = [(c, n), *((out.c, out.n) for out in forward)]  # before every chunk, and the last
-
-    # backward in time
-    backward: list[MLSTMChunkGrads] = []
-    pieces = split_chunks((q, k, v, dh), size)
-    for place, out in reversed(list(enumerate(forward))):
-        (q_c, k_c, v_c, dh_c), (c_in, n_in) = pieces[place], states[place]
-        back = mlstm_chunk_backward(out, q_c, k_c, v_c, c_in, n_in, dh_c, dc, dn)
-        backward.insert(0, back)
-        dc, dn = back.dc, back.dn
-
-    # an empty piece in front: there may be no token
-    rows = [(chunk.dq, chunk.dk, chunk.dv, chunk.dlog_f) for chunk in backward]
-    rows.insert(0, (q[:, :, :0], k[:, :, :0], v[:, :, :0], f[:, :, :0]))
-    dq, dk, dv, dlog_f = (torch.cat(column, dim=2) for column in zip(*rows, strict=True))
-    k_dk = (k * dk).sum(-1)
-    di = k_dk * torch.sigmoid(-i) if sigmoid_gate else k_dk
-    df = dlog_f * torch.sigmoid(-f)
-    return MLSTMBackward(MLSTMGrads(dq, dk, dv, di, df, dc, dn), forward, backward, k_dk, dlog_f)
-
-
-def mlstm_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None,
-    n_initial: Tensor | None,
-    m_initial: Tensor | None,
-    dh: Tensor,
-    dc_last: Tensor | None = None,
-    dn_last: Tensor | None = None,
-    eps: float = 1e-6,
-    chunk_size: int = 64,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> MLSTMGrads:
-    """Exact gradients of mLSTMexp by the explicit formulas; arguments as in :func:`mlstm_backward_terms`."""
-    return mlstm_backward_terms(
-        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps, chunk_size,
-        cu_seqlens=cu_seqlens,
-    ).grads  # fmt: skip
+    *operands, wide_i, wide_f, wide_dh, wide_c, wide_n, wide_m, dc, dn = promote(*tokens, dh, c, n, m, dc, dn)
+    gates = (logsigmoid(wide_i) if sigmoid_gate else wide_i), logsigmoid(wide_f)
+    options = {"stabilise": not sigmoid_gate, "normalize": normalize, "eps": eps}
+    form = BackwardForm(partial(_chunk_forward, **options), _chunk_backward)
+    states = (wide_c, wide_n, wide_m, dc, dn)
+    sequences = split_sequences((*operands, *gates, wide_dh), states, cu_seqlens)
+    parts = [sequence_backward(form, chunk_size, own, state[:3], state[3:]) for own, state in sequences]
+    dq, dk, dv, di, df, dc, dn = join_sequences(parts, len(tokens))
+    di = di * torch.sigmoid(-wide_i) if sigmoid_gate else di
+    grads = dq, dk, dv, di, df * torch.sigmoid(-wide_f), dc, dn
+    return MLSTMGrads(*(g.to(x.dtype) for g, x in zip(grads, (*tokens, c, n), strict=True)))
 
 
 def mlstm_siging_backward(
@@ -259,8 +187,8 @@ def mlstm_siging_backward(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> MLSTMGrads:
-    """Exact gradients of mLSTMsig by the explicit formulas; arguments as in :func:`mlstm_backward_terms`."""
-    return mlstm_backward_terms(
+    """Exact gradients of mLSTMsig by the explicit formulas; arguments as in :func:`mlstm_backward`."""
+    return mlstm_backward(
         q, k, v, i, f, c_initial, n_initial, None, dh, dc_last, dn_last, eps, chunk_size,
         sigmoid_gate=True, normalize=normalize, cu_seqlens=cu_seqlens,
-    ).grads  # fmt: skip
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, einsum
 
 from .common import (
+    BackwardForm,
     States,
     full_precision,
     in_one_chunk,
@@ -24,7 +25,7 @@ from .common import (
     scan_tokens,
     segment_sum,
 )
-from .linear import BackwardForm, run_backward, run_linear
+from .linear import run_backward, run_linear
 
 
 @full_precision
@@ -176,7 +177,7 @@ def simple_gla_backward(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-    form = BackwardForm(_chunk_forward, _chunk_backward)
+    form = BackwardForm(simple_gla_chunk, _chunk_backward)
     gates = (log_decay(v, g, g_gamma),)
     found = run_backward(
         form, q, k, v, gates, do, dht, scale, initial_state, cu_seqlens, chunk_size, state_v_first
@@ -184,14 +185,8 @@ def simple_gla_backward(
     return SimpleGLAGrads(*found)
 
 
-def _chunk_forward(*args: Tensor) -> tuple[None, Tensor]:
-    """The state that leaves a chunk."""
-    _, (leaving,) = simple_gla_chunk(*args)
-    return None, leaving
-
-
 def _chunk_backward(
-    _: None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
+    _: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
 ) -> States:
     """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
     decay = torch.exp(segment_sum(g))

@@ -415,8 +415,8 @@ def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") 
     return _instance(DELTA_RULE, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", [kernel], half)
 
 
-# kernels of the delta rule that serve all dtypes: how early the walks of a split's segments begin; what carries
-# states over these segments, for the backward, too; dbeta of sums over V; dg of the sums that one walk leaves
+# of the delta rule: how early the walks of a split's segments begin; what carries states over these segments,
+# for the backward, too; dbeta of sums over V; dg of the sums that the one walk leaves
 _DELTA_OF_ALL = {
     "leads": "split/leads.cuh",
     "carry": "split/carry.cuh",

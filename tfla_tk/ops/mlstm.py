@@ -225,13 +225,13 @@ def _reference_bwd(
     import tfla_tk.reference as forms
 
     *tensors, cu_seqlens = inputs
-    terms = forms.mlstm_backward_terms(
+    found = forms.mlstm_backward(
         *(*tensors, *grads, eps, chunk_size),
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         cu_seqlens=cu_seqlens,
     )
-    return _filled(_bwd_fake(*inputs), terms.grads)
+    return _filled(_bwd_fake(*inputs), found)
 
 
 def _packed_reference(*args: Any) -> Output:

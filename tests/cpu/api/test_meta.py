@@ -123,10 +123,10 @@ def test_explicit_backward(sigmoid_gate: bool, packed: bool) -> None:
     def call(device: str) -> list[tuple[torch.Size, torch.dtype]]:
         x = leaves(device, True, *((1, 3) if packed else (2, 2)))
         states = [x["c_initial"], x["n_initial"], x["m_initial"]]
-        grads = reference.mlstm_backward_terms(
+        grads = reference.mlstm_backward(
             *(x[name] for name in "qkvif"), *states, torch.ones_like(x["v"]), sigmoid_gate=sigmoid_gate,
             cu_seqlens=offsets(device) if packed else None,
-        ).grads  # fmt: skip
+        )  # fmt: skip
         return [(grad.shape, grad.dtype) for grad in grads]
 
     assert call("meta") == call("cpu")

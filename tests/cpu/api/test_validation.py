@@ -242,9 +242,9 @@ def test_numpy_scalars_in_the_reference() -> None:
         tfla_tk.reference.mlstm_siging_chunkwise,
         lambda **arguments: tfla_tk.reference.mlstm_forward_terms(**arguments).h,
         lambda **arguments: (
-            tfla_tk.reference.mlstm_backward_terms(
+            tfla_tk.reference.mlstm_backward(
                 **arguments, c_initial=None, n_initial=None, m_initial=None, dh=torch.ones_like(inputs["v"])
-            ).grads.f
+            ).f
         ),
     ):
         assert torch.equal(function(**inputs, **of_numpy), function(**inputs, **of_python))

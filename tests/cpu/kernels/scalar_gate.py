@@ -406,12 +406,11 @@ class ScalarGate(Kernels):
             wanted = (dh.float() * h.float()).sum(-1)
             torch.testing.assert_close(torch.stack(given).sum(0), wanted, rtol=1e-2, atol=0.5)
         options = x.sigmoid_gate, x.normalize, x.eps
-        terms = reference.mlstm_backward_terms(
+        grads = reference.mlstm_backward(
             *inputs, dh, dc, dn, x.eps, sigmoid_gate=x.sigmoid_gate, normalize=x.normalize, cu_seqlens=offsets
         )
         assert options[0] == (scan.chunk_m == 0)
-        self._found = terms.grads.i, terms.grads.f
-        grads = terms.grads
+        self._found = grads.i, grads.f
         self._ends = [(inputs.c, grads.c_initial, inputs.n, grads.n_initial), (c, dc, n, dn)]
         return grads
 

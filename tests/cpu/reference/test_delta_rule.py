@@ -1,11 +1,10 @@
-"""The delta rule beyond what every operator has: the terms of a chunk, and inputs made from raw ones."""
+"""The delta rule beyond what every operator has: inputs made from raw ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize
 
 from tfla_tk import reference
 
@@ -14,21 +13,6 @@ from .conftest import assert_close
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-# The terms of a chunk
-
-
-def test_terms_of_a_chunk_give_output_and_state() -> None:
-    torch.manual_seed(0)
-    q, k = normal(1, 2, 20, 8), normalize(normal(1, 2, 20, 8), dim=-1)
-    v, g, beta = normal(1, 2, 20, 6), logsigmoid(normal(1, 2, 20)), torch.sigmoid(normal(1, 2, 20))
-    s = normal(1, 2, 8, 6)
-    found = reference.delta_rule_chunk_forward(q, k, v, g, beta, s)
-    o = found.scores @ found.writes + found.through * (q @ s)
-    first = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    expected, _ = reference.gated_delta_rule_recurrent(*first, scale=1.0, initial_state=s)
-    assert_close(o.transpose(1, 2), expected)
 
 
 # Raw inputs

@@ -1,8 +1,7 @@
-"""GLA beyond what every operator has: transforms of what is recomputed, and scores by levels."""
+"""GLA beyond what every operator has: transforms of what is recomputed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +13,6 @@ from torch.autograd import forward_ad
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
-
-from .conftest import assert_close
 
 
 def draw(length: int, batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
@@ -60,41 +57,3 @@ def test_transforms(transform: str, recorded: bool) -> None:
     assert len(found[0]) == len(found[1])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-# Levels
-
-
-@pytest.mark.parametrize("length", [1, 2, 16, 64])
-@pytest.mark.parametrize("hard", [False, True])
-def test_scores_by_levels(length: int, hard: bool) -> None:
-    """Exact for any gates, and no factor above 1."""
-    torch.manual_seed(0)
-    q, k, g = (torch.randn(3, length, 8, dtype=torch.float64) for _ in range(3))
-    g = logsigmoid(g)
-    if hard:
-        g[:, ::3, 2], g[:, 1::4], g[:, 3::5, 5] = -1000.0, 0.0, -50.0
-    b = g.cumsum(-2)
-    expected = torch.einsum("btc,bjc,btjc->btj", q, k, torch.exp(b[:, :, None] - b[:, None])).tril()
-    levels = reference.gla_levels(q, k, g)
-    assert [level.half for level in levels] == [2**n for n in range(int(math.log2(length)))]
-    found = torch.diag_embed((q * k).sum(-1))
-    for level in levels:
-        found = found + level.mask * (level.operand @ level.operand.mT)
-        assert (level.operand.abs() <= torch.maximum(q.abs(), k.abs())).all()
-    if not hard:
-        assert_close(found, expected)
-        return
-    # e^{b_t - b_j} itself loses digits there: token by token
-    steps = torch.exp(g)
-    for t in range(length):
-        weight = torch.ones(3, 8, dtype=torch.float64)
-        for j in range(t, -1, -1):
-            torch.testing.assert_close(found[:, t, j], (q[:, t] * weight * k[:, j]).sum(-1))
-            weight = weight * steps[:, j]
-
-
-def test_levels_want_a_power_of_two() -> None:
-    x = torch.zeros(2, 48, 8)
-    with pytest.raises(ValueError, match="q: expected a power of two tokens, got 48"):
-        reference.gla_levels(x, x, x)

@@ -1,4 +1,4 @@
-"""The explicit backward formulas of mLSTM, term by term, against autograd of the recurrence."""
+"""The explicit backward formulas of mLSTM against autograd of the recurrence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
-from tfla_tk.reference.mlstm_chunk import mlstm_chunk
 
 from .conftest import assert_close, draw_mlstm
 
@@ -110,7 +108,7 @@ def test_gradcheck_of_the_explicit_formulas(gate: str) -> None:
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("offsets", [None, [0, 30, 30, 31, 100], [0, 100]])
 def test_forward_terms_are_those_of_the_forms(gate: str, offsets: list[int] | None) -> None:
-    """h, last state and, as the backward computes them, d and m_t."""
+    """h, last state and, whatever the chunks, d and m_t."""
     tokens, _ = draw_mlstm(100, batch=1)
     _, state = draw_mlstm(1, batch=len(offsets) - 1 if offsets else 1, seed=1)
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
@@ -124,12 +122,10 @@ def test_forward_terms_are_those_of_the_forms(gate: str, offsets: list[int] | No
         )
     assert torch.equal(terms.h, h)
     assert all(torch.equal(a, b) for a, b in zip((terms.c, terms.n, terms.m), last, strict=False))
-    back = reference.mlstm_backward_terms(*tokens, *state, h, **options, cu_seqlens=cu_seqlens)
+    whole = reference.mlstm_forward_terms(*tokens, *state, chunk_size=128, **options, cu_seqlens=cu_seqlens)
     assert terms.d.shape == terms.m_t.shape == tokens[3].shape
     for name in ("d", "m_t"):
-        assert_close(
-            getattr(terms, name), torch.cat([getattr(x, name) for x in back.forward], dim=2), name=name
-        )
+        assert_close(getattr(terms, name), getattr(whole, name), name=name)
 
 
 def test_no_token_at_all() -> None:
@@ -148,63 +144,3 @@ def test_gradients_have_the_dtype_of_their_input() -> None:
     low = [x.bfloat16() for x in (q, k, v)] + [i.float(), f.float(), c.bfloat16(), n.float()]
     grads = reference.mlstm_backward(*low, m.float(), torch.randn_like(low[2]))
     assert [g.dtype for g in grads] == [x.dtype for x in low]
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_terms_of_one_chunk(gate: str) -> None:
-    """num, d, S = Q K^T and the incoming state get exactly the gradients dnum, dd, dS, dC_in, dn_in."""
-    (q, k, v, i, f), (c, n, m) = draw_mlstm(12)
-    stabilise, normalize = gate == "exp", gate != "sig_unnormalised"
-    m = m if stabilise else torch.zeros_like(m)
-    log_i, log_f = (i if stabilise else logsigmoid(i)), logsigmoid(f)
-    c, n = c.requires_grad_(), n.requires_grad_()
-    forward = mlstm_chunk(q, k, v, log_i, log_f, c, n, m, stabilise=stabilise, normalize=normalize, eps=1e-6)
-    # the chunk again, from S = Q K^T, num and d as leaves
-    scale = q.shape[-1] ** -0.5
-    products = (q @ k.mT).requires_grad_()
-    scores = scale * forward.gates * products
-    inter = scale * forward.inter[..., None] * q
-    num = scores @ v + inter @ c
-    d = scores.sum(-1) + (inter * n[..., None, :]).sum(-1)
-    floor = torch.exp(-forward.m_t)
-    w = torch.maximum(d.abs(), floor) + 1e-6 if normalize else torch.ones_like(d)
-    h = num / w[..., None]
-    assert_close(forward.h, h)
-    assert_close(forward.num, num)
-    dh = torch.randn_like(h)
-    leaves = (num, d, products, c, n) if normalize else (num, products, c)
-    expected = torch.autograd.grad((h * dh).sum(), leaves)
-
-    terms = reference.mlstm_backward_terms(
-        q, k, v, i, f, c.detach(), n.detach(), m, dh, sigmoid_gate=not stabilise, normalize=normalize
-    ).backward[0]
-    names = ("dnum", "dd", "ds", "dc", "dn") if normalize else ("dnum", "ds", "dc")
-    for name, want in zip(names, expected, strict=True):
-        assert_close(getattr(terms, name), want, name=name)
-
-
-def test_gate_gradients_come_from_their_terms() -> None:
-    """di = k.dk, and df from the gradient of logsigmoid(f)."""
-    tokens, state = draw_mlstm(100)
-    dh, dc, dn = torch.randn_like(tokens[2]), torch.randn_like(state[0]), torch.randn_like(state[1])
-    result = reference.mlstm_backward_terms(*tokens, *state, dh, dc, dn, chunk_size=16)
-    assert_close(result.grads.i, result.k_dk)
-
-    log_f = logsigmoid(tokens[4]).requires_grad_()
-    # f = -log(e^{-lf} - 1) inverts logsigmoid
-    f = -torch.log(torch.expm1(-log_f))
-    h, (c, n, _) = reference.mlstm_recurrent(*tokens[:4], f, *state, return_last_states=True)
-    (dlog_f,) = torch.autograd.grad((h, c, n), log_f, (dh, dc, dn))
-    assert_close(result.dlog_f, dlog_f)
-
-
-def test_per_token_terms_do_not_depend_on_the_chunk() -> None:
-    tokens, state = draw_mlstm(100)
-    dh = torch.randn_like(tokens[2])
-    results = [reference.mlstm_backward_terms(*tokens, *state, dh, chunk_size=size) for size in (16, 128)]
-    for name in ("num", "d", "w", "m_t"):
-        cut, whole = (torch.cat([getattr(x, name) for x in r.forward], dim=2) for r in results)
-        assert_close(cut, whole, name=name)
-    for name in ("dnum", "dd"):
-        cut, whole = (torch.cat([getattr(x, name) for x in r.backward], dim=2) for r in results)
-        assert_close(cut, whole, name=name)
