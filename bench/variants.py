@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfla_tk.backends.triton.variants import variants
+from tfla_tk.backends.triton import mlstm_kernels
+from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core.checks import shown_name
 
+from . import fla
 from .operators import FORMS, OPERATORS, Operator
 from .rivals import RIVALS, rivals_of
 from .usage import UsageError
@@ -128,7 +130,10 @@ def _variants_of(operator: Operator, family: str, *, rivals: bool) -> list[str]:
         return ["tk"]
     if family == "reference":
         return [f"reference:{form}" for form in FORMS]
-    found = variants(operator.function) if family == "triton" else []
+    found = []
+    if family == "triton":
+        function = operator.function
+        found = [fla.VARIANT] if function in FLA_OPS else mlstm_kernels.variants(function)
     return [*found, *rivals_of(operator.name, family)] if rivals else found
 
 

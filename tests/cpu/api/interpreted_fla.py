@@ -92,7 +92,8 @@ def fla(op: str, public: bool) -> Numbers:
     """
     prepare_fla()
     tensors, options = fla_inputs(op, 100, fla_dtype(op))
-    call = partial(getattr(tfla_tk, op), backend="triton") if public else partial(adapters.fla_op, op)
+    adapter = partial(adapters.call_fla, op, tensors["q"].device)
+    call = partial(getattr(tfla_tk, op), backend="triton") if public else adapter
     packed: dict[str, Any] = {}
     if public and op == "chunk_simple_gla":
         tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)

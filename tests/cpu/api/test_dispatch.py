@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 
 import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
-from tfla_tk.backends.triton import fla, installation, variants
+from tfla_tk.backends.triton import fla, installation
 from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import dispatch
@@ -394,34 +394,32 @@ def test_auto_moves_on_where_the_triton_kernels_do_not_import(
 
 
 def test_triton_variants() -> None:
-    assert variants.variants("mlstm_chunkwise") == [
+    assert triton.variants("mlstm_chunkwise") == [
         "triton:limit_chunk_64",
         "triton:xl_chunk_64",
         "triton:xl_chunk_128",
         "triton:xl_chunk_256",
     ]
-    assert variants.variants("mlstm_siging_chunkwise") == [
+    assert triton.variants("mlstm_siging_chunkwise") == [
         f"triton:siging_xl_{size}" for size in (64, 128, 256)
     ]
-    assert all(variants.variants(op) == ["triton:fla"] for op in fla.FLA_OPS)
-    with pytest.raises(ValueError, match=r"op: expected one of mlstm_chunkwise, .*, got 'softmax'"):
-        variants.variants("softmax")
-
-
-def test_fla_refuses_as_a_backend_does() -> None:
-    inputs = make_inputs()
-    with pytest.raises(UnsupportedError, match="chunk_gla on backend 'triton'"):
-        fla.fla_op("chunk_gla", inputs["q"], inputs["k"], inputs["v"], inputs["q"])
 
 
 def test_fla_table(gpu_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "INTERPRETED", True)
-    q = torch.empty(1, 1, 1, 16)
-    assert fla.supports_fla("chunk_gla", q).ok
-    assert "float64" in fla.supports_fla("chunk_gla", q.double()).reason
-    assert "float32" in fla.supports_fla("chunk_delta_rule", q).reason
-    assert fla.supports_fla("chunk_delta_rule", q.bfloat16()).ok
+    device = torch.device("cpu")
+
+    def refusal(op: str, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> str:
+        call: Any = SimpleNamespace(
+            device=device, dtype=dtype, requires_grad=requires_grad, transformed=False
+        )
+        return getattr(fla.refusal_of_call(op, call, None), "reason", "")
+
+    assert not refusal("chunk_gla")
+    assert "float64" in refusal("chunk_gla", torch.float64)
+    assert "float32" in refusal("chunk_delta_rule")
+    assert not refusal("chunk_delta_rule", torch.bfloat16)
     monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: True)
-    assert "miscompiles" in fla.supports_fla("chunk_simple_gla", q, requires_grad=True).reason
-    assert fla.supports_fla("chunk_retention", q, requires_grad=True).ok
-    assert fla.supports_fla("chunk_simple_gla", q).ok
+    assert "miscompiles" in refusal("chunk_simple_gla", requires_grad=True)
+    assert not refusal("chunk_retention", requires_grad=True)
+    assert not refusal("chunk_simple_gla")

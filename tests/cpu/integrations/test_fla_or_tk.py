@@ -294,5 +294,5 @@ def test_the_triton_backend_is_fla_itself(machine: Machine, monkeypatch: pytest.
     monkeypatch.setattr(fla, "FLA_MISSING", None)
     x = draw_scalar_decay()
     tfla_tk.chunk_simple_gla(**x, backend="triton")
-    fla.fla_op("chunk_retention", *(x[n] for n in "qkv"))
+    fla.call_fla("chunk_retention", x["q"].device, *(x[n] for n in "qkv"))
     assert machine.own_calls == 2

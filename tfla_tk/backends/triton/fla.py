@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,7 +27,6 @@ from tfla_tk.backends.triton.installation import (
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
-from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support, together
 
@@ -82,12 +80,21 @@ def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support |
     """
     if variant not in (None, "fla"):
         fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
-    transformed = None
+    found = [unusable(call.device, FLA_MISSING)]
+    if call.dtype == torch.float64:
+        found.append(Support(False, "Triton kernels have no float64", "use float32 or the reference"))
+    if op == "chunk_delta_rule" and call.dtype == torch.float32:
+        reason = "fla's chunk_delta_rule does not take float32"
+        found.append(Support(False, reason, "use bfloat16 or float16"))
+    if not any(found) and call.requires_grad and op in GUARDED and gated_backward_is_guarded():
+        reason = (
+            "fla refuses the gated backward on Hopper with triton >= 3.4 and < 3.7.1, which miscompiles it"
+        )
+        found.append(Support(False, reason, "use triton >= 3.7.1"))
     if call.transformed:
         reason = "fla has no rules for torch.func transforms"
-        transformed = Support(False, reason, "use backend 'tk' or 'reference'")
-    verdict = supports_fla(op, call, requires_grad=call.requires_grad)
-    return together(transformed, None if verdict.ok else verdict)
+        found.insert(0, Support(False, reason, "use backend 'tk' or 'reference'"))
+    return together(*found)
 
 
 def uneven_heads(call: LinearCall) -> Support | None:
@@ -229,59 +236,6 @@ def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[
     with current, torch.autocast(device.type, enabled=False), on_its_own():
         o, last = function(*args, **kwargs)
     return o, last
-
-
-def supports_fla(op: str, q: Tensor | LinearCall, *, requires_grad: bool = False) -> Support:
-    """Whether fla's operator serves a call.
-
-    Args:
-        op: one of FLA_OPS.
-        q: the queries, or the description of the call: device and dtype decide.
-        requires_grad: a gradient will be recorded.
-    """
-    found = [unusable(q.device, FLA_MISSING)]
-    if q.dtype == torch.float64:
-        found.append(Support(False, "Triton kernels have no float64", "use float32 or the reference"))
-    if op == "chunk_delta_rule" and q.dtype == torch.float32:
-        reason = "fla's chunk_delta_rule does not take float32"
-        found.append(Support(False, reason, "use bfloat16 or float16"))
-    refusal = together(*found)
-    if refusal is not None:
-        return refusal
-    if requires_grad and op in GUARDED and gated_backward_is_guarded():
-        return Support(
-            False,
-            "fla refuses the gated backward on Hopper with triton >= 3.4 and < 3.7.1, which miscompiles it",
-            "use triton >= 3.7.1",
-        )
-    return Support(True)
-
-
-def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Call fla's operator: tensors [B, T, H, D], initial state cast to fp32.
-
-    Args:
-        op: one of FLA_OPS.
-        args, kwargs: fla's own arguments of that operator, q first.
-
-    Returns:
-        (o [B, T, H, V], final state fp32 [N, H, K, V] or None).
-
-    Raises:
-        UnsupportedError: fla cannot serve the call.
-    """
-    q = args[0] if args else kwargs["q"]
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    support = supports_fla(op, q, requires_grad=requires_grad)
-    if not support.ok:
-        raise UnsupportedError(f"{op} on backend 'triton'", support.reason, support.remedy)
-    state = kwargs.get("initial_state")
-    if state is not None:
-        kwargs["initial_state"] = state.float()
-    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(FLA_OPS[op]), op)
-    with on_its_own():
-        return undispatched(original(function))(*args, **kwargs)
 
 
 def guard_module() -> Any:

@@ -113,21 +113,16 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
         return refusal
     if is_interpreted(call.device):
         return IN_THE_INTERPRETER
+    inexact = ""
     if call.requires_grad and call.normalize:
-        return Support(
-            True,
-            "its gradients leave out the normaliser: exact only where a scale-invariant norm follows h",
-            "name the backend to use it nevertheless",
-            auto=False,
-        )
-    if call.requires_grad and call.return_last_states:
-        return Support(
-            True,
-            "its forget gate gradient leaves out the last state",
-            "name the backend to use it nevertheless",
-            auto=False,
-        )
-    return Support(True)
+        inexact = "its gradients leave out the normaliser: exact only where a scale-invariant norm follows h"
+    elif call.requires_grad and call.return_last_states:
+        inexact = "its forget gate gradient leaves out the last state"
+    return (
+        Support(True, inexact, "name the backend to use it nevertheless", auto=False)
+        if inexact
+        else SUPPORTED
+    )
 
 
 def mlstm(
@@ -254,7 +249,8 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
     family = FAMILIES[name]
     if family.sigmoid_gate != call.sigmoid_gate:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"
-        return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(_names(call))}")
+        known = [each for each, other in FAMILIES.items() if other.sigmoid_gate == call.sigmoid_gate]
+        return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(known)}")
     found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.varlen:
         remedy = "call once per sequence, or use backend 'tk' or 'reference'"
@@ -266,9 +262,11 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
     if call.dim_qk % min(_MAX_TILE, _next_power_of_2(call.dim_qk)) != 0:
         reason = f"DHQK = {call.dim_qk} makes the kernels read and write out of bounds"
         found.append(Support(False, reason, "pad DHQK to 16, 32, 64 or a multiple of 64"))
-    return together(*found) or together(
-        _length_refusal(call, name, chunk_size), _gradient_refusal(call, name, chunk_size)
-    )
+    of_gradients = None
+    if name == "xl_chunk" and call.requires_grad and chunk_size > 128 and call.seq > chunk_size:
+        reason = f"xl_chunk computes wrong gradients for chunk_size = {chunk_size} > 128"
+        of_gradients = Support(False, reason, "use chunk_size 64 or 128, or torch.no_grad()")
+    return together(*found) or together(_length_refusal(call, name, chunk_size), of_gradients)
 
 
 def _refusal_of_dtype(call: MLSTMCall) -> Support | None:
@@ -296,11 +294,8 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
     largest = max(states, rows * seq * max(call.dim_qk, max(slices, 1) * call.dim_v))
     if largest > INT32_LIMIT:
-        return Support(
-            False,
-            f"its int32 offsets wrap: {largest:,} elements in one tensor",
-            "split the batch or the heads",
-        )
+        reason = f"its int32 offsets wrap: {largest:,} elements in one tensor"
+        return Support(False, reason, "split the batch or the heads")
     return _grid_refusal(name, rows, seq // chunk_size, chunk_size)
 
 
@@ -315,30 +310,12 @@ def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support
         rows: batch times heads. chunks: of one sequence.
     """
     if name == "limit_chunk":
-        if chunks > GRID_LIMIT:
-            return too_many("chunks", chunks, "use larger chunks")
-        return None
+        return too_many("chunks", chunks, "use larger chunks") if chunks > GRID_LIMIT else None
     if chunks * rows > GRID_LIMIT:
         remedy = "use larger chunks, or split the batch or the heads"
         return too_many("chunks x batch x heads", chunks * rows, remedy)
     tiles = chunk_size // min(chunk_size, _MAX_TILE)
-    if tiles > GRID_LIMIT:
-        return too_many("tiles of a chunk", tiles, "use smaller chunks")
-    return None
-
-
-def _gradient_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
-    if name == "xl_chunk" and call.requires_grad and chunk_size > 128 and call.seq > chunk_size:
-        return Support(
-            False,
-            f"xl_chunk computes wrong gradients for chunk_size = {chunk_size} > 128",
-            "use chunk_size 64 or 128, or torch.no_grad()",
-        )
-    return None
-
-
-def _names(call: MLSTMCall) -> list[str]:
-    return [name for name, family in FAMILIES.items() if family.sigmoid_gate == call.sigmoid_gate]
+    return too_many("tiles of a chunk", tiles, "use smaller chunks") if tiles > GRID_LIMIT else None
 
 
 def _next_power_of_2(n: int) -> int:
