@@ -202,7 +202,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
             found = run_contest(operator, shape, which, variants, settings, tell)
             bar.advance(task)
             outcomes += found
-            heading = f"{report.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
+            heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
             report.print_table(console, heading, report.contest_table(found))
             report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
             rows += [outcome.row for outcome in found if outcome.row is not None]

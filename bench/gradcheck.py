@@ -29,7 +29,7 @@ from . import accuracy, compare, environment, fla, report
 from .accuracy import AS_GIVEN
 from .gradcheck_cases import CASES, DEFAULT_CASES, GATES, PROBLEMS, Case, cases_of, make_case
 from .operators import OPERATORS, Operator
-from .results import rounded
+from .results import TITLES, rounded
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, guard, lifted_guard, release, unserved
 from .shapes import Shape, parse_shapes
 from .usage import UsageError, add_options, check_outputs, names
@@ -201,7 +201,7 @@ def _print_contest(console: Console, checked: Sequence[Checked], dtype: str) -> 
 def _title_of(operator: Operator) -> str:
     """For example "mLSTM, sigmoid input gate, normalize=False"."""
     chosen = [f"{name}={value}" for name, value in operator.options.items()]
-    return ", ".join([report.TITLES[operator.name], *chosen])
+    return ", ".join([TITLES[operator.name], *chosen])
 
 
 def _errors_table(checked: Sequence[Checked], dtype: str) -> Table:

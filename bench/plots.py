@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import PASS_TITLES, TITLES, conditions_title, milliseconds, name_of
-from .results import Pair, Row, conditions_of, shape_of
+from .report import PASS_TITLES, conditions_title, milliseconds, name_of
+from .results import TITLES, Pair, Row, conditions_of, shape_of
 from .usage import UsageError
 
 

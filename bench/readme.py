@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
+from .report import PASS_TITLES, errors_of, milliseconds, problem_title
 from .results import (
     ABLATED,
     FP32_NATIVE,
@@ -17,6 +17,7 @@ from .results import (
     SCHEDULES,
     STEP,
     STEP_OF,
+    TITLES,
     V_FIRST,
     Pair,
     Row,

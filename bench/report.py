@@ -26,24 +26,6 @@ from .results import (
 from .runner import OK, Outcome
 
 PIPED_WIDTH = 140
-TITLES = {
-    "mlstm_exp": "mLSTM, exponential input gate",
-    "mlstm_sig": "mLSTM, sigmoid input gate",
-    "simple_gla": "simple GLA",
-    "retention": "retention",
-    "lightning": "Lightning attention",
-    "gla": "GLA",
-    "delta_rule": "delta rule",
-    "gated_delta_rule": "gated delta rule",
-    "mlstm_step": "mLSTM, one step",
-    "gated_delta_rule_step": "gated delta rule, one step",
-    "gla_step": "GLA, one step",
-    "simple_gla_step": "simple GLA, one step",
-    "delta_rule_step": "delta rule, one step",
-    "model_step": "xLSTM, whole model",
-    "qwen3_next_model": "Qwen3-Next, generate()",
-    "gla_model": "GLA, generate()",
-}
 PASS_TITLES = {
     "fwd": "forward",
     "fwdbwd": "forward + backward",

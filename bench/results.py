@@ -24,19 +24,26 @@ V_FIRST = ":v_first"
 MODEL = "model_step"  # a whole xLSTM
 GENERATED = ("qwen3_next_model", "gla_model")  # whole models that generate
 MODELS = (MODEL, *GENERATED)  # phases in place of passes, no count of FLOP and bytes
-OPS = (
-    "mlstm_exp",
-    "mlstm_sig",
-    "simple_gla",
-    "retention",
-    "lightning",
-    "gla",
-    "delta_rule",
-    "gated_delta_rule",
-    STEP,
-    *STEP_OF.values(),
-    *MODELS,
-)
+_LINEAR = {
+    "simple_gla": "simple GLA",
+    "retention": "retention",
+    "lightning": "Lightning attention",
+    "gla": "GLA",
+    "delta_rule": "delta rule",
+    "gated_delta_rule": "gated delta rule",
+}
+# in the order of the tables, with what they are called there
+TITLES = {
+    "mlstm_exp": "mLSTM, exponential input gate",
+    "mlstm_sig": "mLSTM, sigmoid input gate",
+    **_LINEAR,
+    STEP: "mLSTM, one step",
+    **{step: f"{_LINEAR[op]}, one step" for op, step in STEP_OF.items()},
+    MODEL: "xLSTM, whole model",
+    "qwen3_next_model": "Qwen3-Next, generate()",
+    "gla_model": "GLA, generate()",
+}
+OPS = tuple(TITLES)
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 RECORD_REPEATS = 30  # timed runs of what goes on record
 SCHEDULES = ("sequential", "overlapped")  # of the ablation; null in other rows, whose kernels are overlapped
@@ -168,18 +175,11 @@ def problem_of(row: Row) -> tuple[Any, ...]:
     return row["op"], shape_of(row), row["pass"], row["dtype"], *conditions_of(row)
 
 
-def key_of(row: Row) -> tuple[Any, ...]:
-    """What makes two rows figures of the same thing: the problem, backend and schedule."""
-    return *problem_of(row), row["backend"], row["schedule"]
-
-
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """One row per key, that of the later date (of `new` at equal dates), in the file's order."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in (*old, *new):
-        key = key_of(row)
-        if key not in found or row["date"] >= found[key]["date"]:
-            found[key] = row
+    """One row per problem, backend and schedule, that of the later date (of `new` at equal dates), in the
+    file's order."""
+    by_date = sorted((*old, *new), key=lambda row: row["date"])
+    found = {(*problem_of(row), row["backend"], row["schedule"]): row for row in by_date}
     return sorted(found.values(), key=_order)
 
 
@@ -289,11 +289,8 @@ def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
     Every row on record passed its correctness check, so the fastest is the best correct one.
     """
     best: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        if is_baseline(row):
-            key = contest_of(row)
-            if key not in best or row["ms"] < best[key]["ms"]:
-                best[key] = row
+    for row in sorted(filter(is_baseline, rows), key=lambda row: row["ms"]):
+        best.setdefault(contest_of(row), row)
     return best
 
 

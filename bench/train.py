@@ -28,6 +28,7 @@ from tfla_tk.core.dispatch import split_backend
 
 from . import environment, model, plots, report
 from .operators import OPERATORS
+from .results import TITLES
 from .runner import FAILED, OK, UNSUPPORTED, release, verdict_on
 from .text import make_text, windows
 from .usage import UsageError, add_options, argument, check_outputs, finite, listed
@@ -304,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
             bar.update(bar_task, description=training.name, completed=number * preset.steps)
             task.carry_out(training, partial(bar.advance, bar_task))
     band = judge(trainings)
-    title = f"{report.TITLES[task.op]}, {preset.steps} steps"
+    title = f"{TITLES[task.op]}, {preset.steps} steps"
     lines = [(training.name, training.cells()) for training in trainings]
     report.print_table(console, title, report.filled_table("training", lines))
     report.print_lines(console, (f"  {each.name}: {each.reason}" for each in trainings if each.reason))
@@ -321,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     if args.plot:
         curves = {each.name: each.curve for each in trainings if each.curve}
-        plots.write_curves(args.plot, f"{report.TITLES[task.op]}, {dtype}", curves, preset.tenth)
+        plots.write_curves(args.plot, f"{TITLES[task.op]}, {dtype}", curves, preset.tenth)
     return 1 if any(_counts_as_failure(each, each.name in (args.backends or ())) for each in trainings) else 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm_chunkwise
+from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
@@ -30,7 +30,7 @@ _chunkwise = CallPath(
         "autocast_kernel_dtype",
         "backend",
     ),
-    check_mlstm_chunkwise,
+    check_mlstm,
     cast=3,
     strided=True,
     layout="[B, NH, S, DHQK]",

@@ -55,20 +55,6 @@ class MLSTMCall(Call):
     inplace: bool = False
 
 
-def check_mlstm_chunkwise(
-    *, autocast_kernel_dtype: Any, recompute_states_in_bw: Any, **arguments: Any
-) -> MLSTMCall:
-    """Check all arguments of `mlstm_chunkwise` or `mlstm_siging_chunkwise` but `backend`; describe the call.
-
-    Raises:
-        TypeError, ValueError: as in `check_mlstm`.
-    """
-    check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
-    recompute = check_bool("recompute_states_in_bw", recompute_states_in_bw)
-    dtype = autocast_dtype(arguments["q"], autocast_kernel_dtype)
-    return check_mlstm(**arguments, autocast_dtype=dtype, recompute_states=recompute)
-
-
 def check_mlstm(
     q: Tensor,
     k: Tensor,
@@ -85,10 +71,10 @@ def check_mlstm(
     return_last_states: bool,
     eps: float,
     chunk_size: int,
-    autocast_dtype: torch.dtype | None = None,
-    recompute_states: bool = True,
+    autocast_kernel_dtype: torch.dtype | None = None,
+    recompute_states_in_bw: bool = True,
 ) -> MLSTMCall:
-    """Check one mLSTM call and describe it.
+    """Check one call of `mlstm_chunkwise` or `mlstm_siging_chunkwise` and describe it.
 
     Args:
         q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
@@ -96,15 +82,18 @@ def check_mlstm(
         c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], with N
             in place of B where cu_seqlens is given.
         cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        autocast_dtype: the dtype that q, k and v will be cast to, where autocast is on; they may differ then.
-        recompute_states: of the Triton kernels' backward, instead of storing them.
+        autocast_kernel_dtype, recompute_states_in_bw: as the public functions have them.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
         ValueError: wrong rank, shape, device or value, an incomplete initial state.
     """
+    check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
+    recompute_states = check_bool("recompute_states_in_bw", recompute_states_in_bw)
+    dtype = autocast_dtype(q, autocast_kernel_dtype)
     batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, "B, NH, S")
-    if autocast_dtype is None:
+    if dtype is None:
+        dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
             check_dtype_of_q(name, value, q.dtype)
     if cu_seqlens is not None:
@@ -121,7 +110,7 @@ def check_mlstm(
     return MLSTMCall(
         **transforms.of_call((q, k, v, i, f, c_initial, n_initial), (m_initial,)),
         device=q.device,
-        dtype=q.dtype if autocast_dtype is None else autocast_dtype,
+        dtype=dtype,
         batch=batch,
         sequences=sequences,
         heads=heads,
