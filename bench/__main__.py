@@ -2,7 +2,7 @@
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes README.md's figure and the
 tables of docs/results.md, `api` docs/api.md; `ablation` times mLSTM's forward without overlap, `step` one
-token, `model` whole xLSTMs and `generate` models that generate; `train` compares loss curves.
+token, `model` whole xLSTMs and `generate` models that generate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tfla_tk.cli import run_command
 
-from . import ablation, api, compare, generate, model_step, plots, readme, results, step, train
+from . import ablation, api, compare, generate, model_step, plots, readme, results, step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("page", type=Path, help="docs/api.md")
     compare.add_run_arguments(add("ablation", ablation.run, "time mLSTM's forward with and without overlap"))
     step.add_arguments(add("step", step.run, "time one token of mLSTM against the copy rate"))
-    train.add_arguments(add("train", train.run, "train a language model on every backend"))
     model_step.add_arguments(
         add("model", model_step.run, "train, prefill and decode with xLSTM models, Triton against tk")
     )

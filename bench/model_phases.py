@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import modules
 
-from .model import train
 from .results import FP32_NATIVE
 from .runner import FAILED, release, verdict_on
 from .shapes import ModelShape
@@ -47,6 +46,7 @@ FP32_GATES = frozenset({"triton:xl_chunk_128"})
 LOSS_TOKENS = 1024  # of a sequence whose logits are in memory at a time, while training
 TEXT_BYTES = 2**20
 WARM_UP_RATE = 10  # steps
+GRADIENT_NORM = 1.0  # that gradients are clipped to
 # the mLSTM kernels of this package and of mlstm_kernels; the latter compiles gate arithmetic by inductor
 KERNELS = ("mlstm", "recurrent_step_fw_kernel")
 INDUCTOR = "triton_"
@@ -485,6 +485,38 @@ def _losses(task: Task, names: Sequence[str]) -> Collected:
     yield TRUTH, partial(losses, "native", False)
     for name in names:
         yield name, partial(losses, name, task.on_gpu)
+
+
+def train(
+    model: nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    batches: Tensor,
+    rates: Sequence[float],
+    *,
+    autocast: bool,
+) -> Tensor:
+    """Train with AdamW, and return the loss of each step [steps] in nats per token.
+
+    Args:
+        logits_of: logits [B, S, vocabulary] of tokens [B, S] by the model.
+        batches: of each step [steps, B, S + 1], int64, on the model's device.
+        rates: of each step, the learning rate.
+        autocast: to bf16, over the parameters as they are.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    losses = torch.empty(len(batches), device=batches.device)
+    for step, (tokens, rate) in enumerate(zip(batches, rates, strict=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            logits = logits_of(tokens[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    return losses
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:

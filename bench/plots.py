@@ -1,8 +1,8 @@
-"""Plots: results rows as bars per shape; speed-ups; loss curves."""
+"""Plots: results rows as bars per shape; speed-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +75,6 @@ def _told(pair: Pair) -> str:
     theirs = pair.theirs["backend"].partition(":")[2]
     times = f"{milliseconds(pair.ours['ms'])} ms, {theirs} {milliseconds(pair.theirs['ms'])} ms"
     return f"{pair.speed_up:.1f}x ({times})"
-
-
-def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]], first: int) -> None:
-    """Draw loss curves over the steps from `first` on into a file; its suffix picks the format.
-
-    Raises:
-        ValueError: matplotlib is not installed or cannot write the format.
-    """
-    figure = _figure(1)
-    axes = figure.subplots()
-    axes.set_title(title)
-    for name, losses in curves.items():
-        axes.plot(range(first, first + len(losses)), losses, label=name, linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
-    axes.legend(fontsize="small")
-    _save(figure, path)
 
 
 def check_path(path: Path) -> None:

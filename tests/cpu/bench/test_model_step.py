@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import UnsupportedError
-from tfla_tk.bench import model_phases, model_step
+from tfla_tk.bench import model_phases, model_step, text
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.model_phases import AGREEMENT, NOISE, STEP, TRUTH, Figures, Losses, Outcome, Task, perform
 from tfla_tk.bench.model_step import failures, limits, make_rows
@@ -243,3 +243,10 @@ def test_options(command) -> None:
     for option, value in (("--phases", "sleep"), ("--baselines", "native")):
         with pytest.raises(SystemExit):
             main(["model", option, value])
+
+
+def test_text_follows_from_the_seed() -> None:
+    made = text.make_text(5000, 0)
+    assert len(made) == 5000 and made == text.make_text(6000, 0)[:5000] != text.make_text(5000, 1)
+    windows = text.windows(made, (3, 2), 40, 1)
+    assert windows.shape == (3, 2, 40) and all(bytes(row.tolist()) in made for row in windows.flatten(0, 1))
