@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             found = _measure(name, sizes, device, args.seed, batches, new, repeats)
         except Exception as error:  # of a package of others: the next model may run
-            failed.append(f"{report.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
+            failed.append(f"{results.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
             continue
         finally:
             integration.restore()
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         for (batch, variant), (times, refused) in found.items():
             shape = sizes.shape(batch, new)
             backend = variant if on_gpu else "reference"
-            failed += [f"{report.TITLES[name]}, B{batch}: {told}" for told in refused]
+            failed += [f"{results.TITLES[name]}, B{batch}: {told}" for told in refused]
             cells = {"B": str(batch), "ms a token": report.milliseconds(times.ms / new)}
             cells |= {"tokens/s": f"{batch * new / times.ms * 1e3:,.0f}"}
             best = found.get((batch, fla.VARIANT))
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
                     **provenance,
                 )
             )
-        title = f"{report.TITLES[name]}, {sizes.shape(batches[-1], new)}"
+        title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], new)}"
         report.print_table(console, title, report.filled_table("variant", lines))
         if args.json:
             results.write(args.json, rows)
