@@ -1,0 +1,77 @@
+// Arguments of the kernels of KDA (Kimi Delta Attention). This header compiles without CUDA.
+//
+// The delta rule with a log decay per channel of K. With b the sum of these over the tokens of a chunk up to
+// and with a token, b_L its last value, s the scale, per head of v
+//   L_ij = sum_c k_ic k_jc e^{b_ic - b_jc}  (j < i)      P_ij = s sum_c q_ic k_jc e^{b_ic - b_jc}  (j <= i)
+//   A = -(I + L diag(beta))^{-1} L
+//   Q_F = s q e^b      K_F = k e^b      K_G = k e^{b_L - b}
+// and over the chunks
+//   X = K_F S    W = V - X    U' = W + A (beta W)    Y = beta U'    O = Q_F S + P Y
+//   S <- e^{b_L} S + K_G^T Y
+#pragma once
+
+#include "common/operand.h"
+#include "sequence/cut.h"
+
+namespace tfla_tk {
+
+struct KdaShape {
+    Cut cut;  // every sequence is one segment
+    int batch, heads, seq, dim_k, dim_v;
+    int group;  // heads of v that share one head of q and k, which have heads / group heads
+    bool half;  // operands are fp16, not bf16
+    int device;
+};
+
+// What is made of g, the log decay:
+//   log        g itself, at most 0
+//   softplus   -e^{A_log} softplus(g + dt_bias)
+//   sigmoid    lower_bound sigmoid(e^{A_log} (g + dt_bias))
+enum class KdaGate : int { log = 0, softplus = 1, sigmoid = 2 };
+
+// What the walk reads of q, k, g and beta, of every chunk and head of v: [batch * heads, slots, ..] with one
+// slot per chunk (chunk_slots in sequence/cut.h). All is zero past the last token.
+struct KdaTiles {
+    void* tiles;    // [3, 64, tile of K] of q's type: Q_F, K_F, K_G
+    void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta
+    void *a, *p;    // [64, 64] of q's type
+};
+
+// Bytes of the three kinds.
+struct KdaTilesBytes {
+    std::int64_t tiles, factors, matrix;
+};
+
+struct KdaMatricesParams {
+    KdaShape shape;  // dim_v is not read
+    Operand q, k;
+    Operand g;
+    DType g_type;
+    Gate beta;
+    // Of a head of v, and of its channels, which are rows here. a_log.data is null: zero. dt_bias.data is
+    // null: zero.
+    Gate a_log, dt_bias;
+    KdaGate gate;
+    float lower_bound, scale;
+    bool l2norm;                     // q and k are x r with r = (sum x^2 + 1e-6)^{-1/2}
+    bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled
+    KdaTiles left;                   // written
+};
+
+struct KdaForwardParams {
+    KdaShape shape;
+    Operand v, o;
+    KdaTiles tiles;
+    const float* initial;  // [N, heads, K, V] or with v_first [N, heads, V, K]; null: zero
+    float* last;           // the same; null: not wanted
+    bool v_first;
+    int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+};
+
+KdaTilesBytes kda_tiles_bytes(const KdaShape& shape);
+
+// Both throw std::runtime_error on a refused launch.
+void kda_matrices(const KdaMatricesParams& params, void* stream);
+void kda_forward(const KdaForwardParams& params, void* stream);
+
+}  // namespace tfla_tk

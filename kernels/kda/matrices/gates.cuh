@@ -1,0 +1,183 @@
+// What comes before the scores: norms of q and k, beta, and the log decays summed up in blocks of 16 tokens.
+#pragma once
+
+#include "kda/matrices/config.cuh"
+
+namespace tfla_tk::kda {
+
+__device__ inline void load_four(float (&x)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address));
+}
+// Four numbers of 16 bits.
+template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_t address) {
+    typename base_types::packing<T>::packed_type pairs[2];
+    auto* bits = reinterpret_cast<uint32_t*>(pairs);
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(bits[0]), "=r"(bits[1]) : "r"(address));
+    const float2 low = to_float2(pairs[0]), high = to_float2(pairs[1]);
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+}
+
+// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. A row is read from
+// memory by a group of lanes, 16 bytes each. NOTES: the rows are on their way to shared memory meanwhile, but
+// there the channels come one part after the other.
+template <class T, int kDimK>
+__device__ inline void write_row_factors(float (&to)[kChunk], const MatricesGlobals& g, const Operand& x,
+                                         const Chunk& chunk, float factor, int warp) {
+    using T2 = typename base_types::packing<T>::packed_type;
+    constexpr int kLanes = kDimK / 8, kRows = 32 / kLanes;
+    const KdaMatricesParams& p = g.params;
+    const int lane = fresh_laneid(), column = lane % kLanes * 8, first = warp * kBlock + lane / kLanes;
+    if (!p.l2norm) {
+        if (lane < kBlock) to[warp * kBlock + lane] = factor;
+        return;
+    }
+    const T* const start = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
+                           chunk.head / p.shape.group * x.head_stride +
+                           (chunk.first_row + first) * x.row_stride + column;
+    uint4 row[kBlock / kRows];
+#pragma unroll
+    for (int n = 0; n < kBlock / kRows; n++) {
+        row[n] = {0, 0, 0, 0};
+        if (first + n * kRows < chunk.tokens && column < p.shape.dim_k)
+            row[n] = *reinterpret_cast<const uint4*>(start + n * kRows * x.row_stride);
+    }
+#pragma unroll
+    for (int n = 0; n < kBlock / kRows; n++) {
+        float sum = dot<T2>(row[n], row[n]);
+#pragma unroll
+        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+        if (lane % kLanes == 0) to[first + n * kRows] = factor * rsqrtf(sum + 1e-6f);
+    }
+}
+
+// By a warp; a lane has two tokens.
+__device__ inline void write_betas(float (&to)[kChunk], const MatricesGlobals& g, const Chunk& chunk) {
+    const KdaMatricesParams& p = g.params;
+    GateStream betas(g.beta, chunk.batch, chunk.head, chunk.first_row, chunk.tokens);
+    const float2 given = betas.take(0, chunk.tokens, 0.f);
+    const int token = 2 * fresh_laneid();
+    auto strength = [&](float x, int token) {
+        const float once = p.beta_sigmoid ? 1.f / (1.f + exp2f(-kLog2e * x)) : x;
+        return token < chunk.tokens ? p.beta_double ? 2.f * once : once : 0.f;
+    };
+    delta_rule::write_pair(to, token, {strength(given.x, token), strength(given.y, token + 1)});
+}
+
+// What raw gates of a head take, by one warp.
+template <class T, int kDimK>
+__device__ inline void write_gate_parameters(MatricesMemory<T, kDimK>& smem, const MatricesGlobals& g,
+                                             int head) {
+    const KdaMatricesParams& p = g.params;
+    const int lane = fresh_laneid();
+    if (lane == 0) smem.rate = p.a_log.data ? expf(load_gate(p.a_log, head * p.a_log.head_stride)) : 1.f;
+    const int64_t first = head * p.dt_bias.head_stride;
+#pragma unroll
+    for (int c = lane; c < kDimK; c += 32)
+        smem.bias[c] = p.dt_bias.data && c < p.shape.dim_k
+                           ? load_gate(p.dt_bias, first + c * p.dt_bias.row_stride)
+                           : 0.f;
+}
+
+// log2(1 + 2^y). NOTES: by a series where the logarithm would lose the last bits of 2^y.
+__device__ inline float softplus_in_bits(float y) {
+    const float e = exp2f(-fabsf(y));
+    const float series = e * (kLog2e + e * (-kLog2e / 2 + e * (kLog2e / 3)));
+    return fmaxf(y, 0.f) + (e < 1.f / 64 ? series : log2f(1.f + e));
+}
+
+// What a lane has of a block's gates: four channels of its first or of its last eight tokens.
+struct LaneGates {
+    static constexpr int kTokens = 8, kChannels = 4;
+    int half, channel, first;  // first: of the tokens
+    float of[kTokens][kChannels];
+
+    __device__ inline explicit LaneGates(int lane)
+        : half(lane / 16), channel(lane % 16 * kChannels), first(half * kTokens) {}
+
+    // Gates as they came to the memory of a block.
+    __device__ inline void load(const float (&block)[kPart], DType dtype) {
+        const uint32_t start = shared_address(block);
+        auto load_all = [&](int bytes, auto load_token) {
+#pragma unroll
+            for (int t = 0; t < kTokens; t++)
+                load_token(of[t], start + ((first + t) * kPart + channel) * bytes);
+        };
+        if (dtype == DType::float32)
+            load_all(4, [](float(&x)[kChannels], uint32_t from) { load_four(x, from); });
+        else if (dtype == DType::bfloat16)
+            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<bf16>(x, from); });
+        else
+            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
+    }
+
+    // The logs of the decays in bits. bias: of the part's channels.
+    __device__ inline void to_bits(const KdaMatricesParams& p, const float* bias, float rate) {
+        float more[kChannels];
+        load_four(more, shared_address(&bias[channel]));
+        auto change = [&](auto make) {
+#pragma unroll
+            for (int t = 0; t < kTokens; t++)
+#pragma unroll
+                for (int c = 0; c < kChannels; c++) of[t][c] = make(of[t][c], more[c]);
+        };
+        if (p.gate == KdaGate::log) {
+            change([](float g, float) { return kLog2e * g; });
+        } else if (p.gate == KdaGate::softplus) {
+            change([&](float g, float more) { return -rate * softplus_in_bits(kLog2e * (g + more)); });
+        } else {
+            const float bound = kLog2e * p.lower_bound, slope = -kLog2e * rate;
+            change([&](float g, float more) { return __fdividef(bound, 1.f + exp2f(slope * (g + more))); });
+        }
+    }
+
+    // Sums over the lane's tokens, of which there are `tokens` in the block; none of a closed gate is less
+    // than -kClosedBits. Returns whether all channels are mild.
+    __device__ inline bool sum(int tokens) {
+        bool mild = true;
+#pragma unroll
+        for (int c = 0; c < kChannels; c++) {
+            float sum = 0.f;
+#pragma unroll
+            for (int t = 0; t < kTokens; t++) {
+                const float bits = of[t][c] < -kClosedBits ? -kClosedBits : of[t][c];  // NaN stays NaN
+                sum += first + t < tokens ? bits : 0.f;
+                of[t][c] = sum;
+            }
+            mild = mild && fabsf(sum) <= kMildBits;
+        }
+        return mild;
+    }
+};
+
+// Step 1, of a warp's block. Returns whether the block is mild.
+template <class T, int kDimK>
+__device__ inline bool sum_gates(MatricesMemory<T, kDimK>& smem, const MatricesGlobals& g, int part,
+                                 int block, int tokens, int lane) {
+    LaneGates gates(lane);
+    gates.load(smem.in.gates[block * kBlock], g.params.g_type);
+    gates.to_bits(g.params, &smem.bias[part * kPart], smem.rate);
+    const bool mild = gates.sum(tokens);
+    float before[LaneGates::kChannels];
+#pragma unroll
+    for (int c = 0; c < LaneGates::kChannels; c++) {
+        const float other = __shfl_xor_sync(0xffffffff, gates.of[LaneGates::kTokens - 1][c], 16);
+        before[c] = gates.half ? other : 0.f;
+    }
+    __syncwarp();  // all have read their gates
+#pragma unroll
+    for (int t = 0; t < LaneGates::kTokens; t++) {
+        const int token = gates.first + t, unit = (gates.channel / 4) ^ (2 * (token % 4));
+        const float(&b)[LaneGates::kChannels] = gates.of[t];
+        const float4 x = {before[0] + b[0], before[1] + b[1], before[2] + b[2], before[3] + b[3]};
+        *reinterpret_cast<float4*>(&smem.in.gates[block * kBlock + token][4 * unit]) = x;
+        if (t == LaneGates::kTokens - 1)
+            *reinterpret_cast<float4*>(
+                &(gates.half ? smem.total : smem.middle)[block][gates.channel]) = x;
+    }
+    __syncwarp();
+    return __all_sync(0xffffffff, mild);
+}
+
+}  // namespace tfla_tk::kda
