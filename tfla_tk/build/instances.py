@@ -23,6 +23,7 @@ MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
+KDA_TILES = (64, 128)  # K of KDA
 # head dims of keys of the other operators token by token, and tokens for which a state is read once
 RECURRENT_KEYS = (64, 96, 128, 256)
 RECURRENT_TOKENS = 4
@@ -113,6 +114,7 @@ DELTA_RULE = Launcher(
 GLA = Launcher(
     "gla", "channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp", (), (*_EVERY, "ANCHOR_CHUNKS")
 )
+KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
 
 
 @functools.cache
@@ -548,6 +550,33 @@ def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
     return _gla(name, "segments/kernels.cuh", half, of_sums, f"gla_carry_kernel<{_cpp(backward)}>")
 
 
+def _kda(name: str, header: str, half: bool, kernel: str) -> Instance:
+    name, dtype = _named(f"kda_{name}", half)
+    return Instance(name, KDA, f"kda/{header}", (kernel,), "kda", dtype)
+
+
+@functools.cache
+def kda_matrices(tile: int, half: bool) -> Instance:
+    """What makes the chunk matrices of KDA, and all that its walk reads of q, k, g and beta.
+
+    Args:
+        tile: of K, one of KDA_TILES.
+    """
+    kernel = f"kda_matrices_kernel<{_TYPES[half]}, {tile}>"
+    return _kda(f"matrices_k{tile}", "matrices/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def kda_forward(tile: int, half: bool, walkers: int) -> Instance:
+    """The walk of KDA's forward.
+
+    Args:
+        walkers: 1 or 2.
+    """
+    kernel = f"kda_forward_kernel<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _kda(f"forward_k{tile}_w{walkers}", "forward/kernel.cuh", half, kernel)
+
+
 def all_instances() -> list[Instance]:
     """The shipped ones, and the forward of mLSTM without overlap."""
     sequential = itertools.product(SEQUENTIAL_TILES, (False, True))
@@ -565,6 +594,8 @@ def shipped_instances() -> tuple[Instance, ...]:
         found += _delta_instances(half)
     for half in halves:
         found += _gla_instances(half)
+    for half in halves:
+        found += _kda_instances(half)
     found += [mlstm_fwd_combine(decay) for decay in halves]
     found += [mlstm_bwd_combine(decay) for decay in halves]
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
@@ -638,3 +669,9 @@ def _gla_instances(half: bool) -> Iterator[Instance]:
     for walk, tile in itertools.product(("left", "right"), GLA_STATES_TILES):
         yield from (gla_states(walk, tile, half, walkers) for walkers in ((2,) if tile == 256 else (1, 2)))
     yield from (gla_segments(dim_v, half, backward) for dim_v in (64, 128) for backward in (False, True))
+
+
+def _kda_instances(half: bool) -> Iterator[Instance]:
+    for tile in KDA_TILES:
+        yield kda_matrices(tile, half)
+        yield from (kda_forward(tile, half, walkers) for walkers in (1, 2))

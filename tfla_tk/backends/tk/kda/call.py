@@ -1,0 +1,155 @@
+"""A call of KDA as its kernels take it: sizes, readable tensors, prepared addresses."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.prepared import are_same
+from tfla_tk.build import instances
+from tfla_tk.build.instances import Instance
+from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
+
+WALKER_COLUMNS = 64  # of V that a walker owns
+# cycles of a chunk of the walk with one walker on a multiprocessor and with two: those of the delta rule
+_CYCLES = {1: 1830, 2: 2770}
+# what is made of g: codes of KdaGate
+_LOG, _SOFTPLUS, _SIGMOID = range(3)
+_NO_GATE: Gate = (0, 0, 0, 0, 0)
+
+
+class Call(NamedTuple):
+    """A call of the kernels.
+
+    Attributes:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16 or fp16, of any strides.
+        g: [B, T, HV, K] log decay, or with A_log or lower_bound what it is made from.
+        beta: [B, T, HV], or with beta_sigmoid what it is made from. g and beta: fp32 or of 16 bits.
+        A_log: [HV] or None. dt_bias: [HV K] or None.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first, in fp32; None: zeros.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64, or None.
+        lower_bound: not None: g is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with exp(A_log) 1 where
+            A_log is None. None and A_log given: g is -exp(A_log) softplus(g + dt_bias).
+        qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
+        beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: MaybeTensor
+    dt_bias: MaybeTensor
+    initial_state: MaybeTensor
+    cu_seqlens: MaybeTensor
+    scale: float
+    lower_bound: float | None
+    qk_l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+    state_v_first: bool
+
+    @property
+    def tensors(self) -> tuple[MaybeTensor, ...]:
+        return self[:9]
+
+    @property
+    def gate(self) -> tuple[int, float]:
+        """What is made of g, and the lower bound."""
+        if self.lower_bound is not None:
+            return _SIGMOID, self.lower_bound
+        return _LOG if self.A_log is None else _SOFTPLUS, 0.0
+
+    def readable(self) -> Call:
+        """The call itself where the kernels can take its tensors as they lie, else with copies."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state, offsets = self.tensors
+        tensors = (
+            *(None if x is None else as_operand(x) for x in (q, k, v, g)),
+            beta,
+            a_log,
+            dt_bias,
+            as_state(initial_state),
+            None if offsets is None else offsets.contiguous(),
+        )
+        return self if are_same(tensors, self.tensors) else Call._make((*tensors, *self[9:]))
+
+    def layout(self) -> Any:
+        """All that the launches of a call depend on but for addresses."""
+        of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
+        return self.q.get_device(), *of_tensors, self[9:]
+
+
+class _Sizes(NamedTuple):
+    sequences: int
+    slots: int  # of chunks, per head
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int
+    half: bool
+    device: int
+    packed_64bit: bool
+
+
+class Shape(_Sizes):
+    """Sizes of a call, as the kernels take them."""
+
+    @staticmethod
+    def of(call: Call) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = call.v.shape
+        offsets = call.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            slots=chunk_slots(seq, offsets),
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=call.q.shape[3],
+            dim_v=dim_v,
+            group=heads // call.q.shape[2],
+            half=call.q.dtype == torch.float16,
+            device=call.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        uncut = Cut(self.sequences, self.seq // CHUNK + 1)
+        return (address, self.packed_64bit, self.sequences, *uncut, *self[2:10])
+
+    @cached_property
+    def walkers(self) -> int:
+        """Of a CTA of the walk: two share what they load, one alone is done earlier where there are few
+        CTAs. Results are the same."""
+        columns = -(-self.dim_v // WALKER_COLUMNS)
+
+        def cycles(walkers: int) -> int:
+            ctas = self.sequences * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * _CYCLES[walkers]
+
+        return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+
+    @property
+    def kernels(self) -> tuple[Instance, Instance]:
+        """Those of the forward."""
+        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
+        return instances.kda_matrices(tile, self.half), instances.kda_forward(tile, self.half, self.walkers)
+
+
+def beta_at(address: int, x: Tensor) -> Gate:
+    """x [B, T, HV]."""
+    batch, row, head = x.stride()
+    return address, batch, head, row, DTYPES[x.dtype]
+
+
+def per_head_at(address: int, x: MaybeTensor, channels: int = 1) -> Gate:
+    """x [HV channels]."""
+    return _NO_GATE if x is None else (address, 0, channels * x.stride(0), x.stride(0), DTYPES[x.dtype])
