@@ -4,15 +4,13 @@
 #include "common/register_steps.cuh"
 #include "common/store_rows.cuh"
 #include "common/tile_loader.cuh"
-#include "kda/tiles.cuh"
+#include "kda/state_fragments.cuh"
 #include "sequence/begin_task.cuh"
 #include "sequence/segments.cuh"
 
 namespace tfla_tk::kda {
 
 using namespace kittens;
-
-constexpr int kWalkerColumns = 64;  // of V
 
 template <class Type, int kDim, int kCount> struct ForwardConfig {
     using T = Type;
