@@ -577,6 +577,13 @@ def kda_forward(tile: int, half: bool, walkers: int) -> Instance:
     return _kda(f"forward_k{tile}_w{walkers}", "forward/kernel.cuh", half, kernel)
 
 
+@functools.cache
+def kda_mirror(tile: int, half: bool, walkers: int) -> Instance:
+    """The mirror of that walk, in KDA's backward. Arguments as there."""
+    kernel = f"kda_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _kda(f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", half, kernel)
+
+
 def all_instances() -> list[Instance]:
     """The shipped ones, and the forward of mLSTM without overlap."""
     sequential = itertools.product(SEQUENTIAL_TILES, (False, True))
@@ -674,4 +681,6 @@ def _gla_instances(half: bool) -> Iterator[Instance]:
 def _kda_instances(half: bool) -> Iterator[Instance]:
     for tile in KDA_TILES:
         yield kda_matrices(tile, half)
-        yield from (kda_forward(tile, half, walkers) for walkers in (1, 2))
+        for walkers in (1, 2):
+            yield kda_forward(tile, half, walkers)
+            yield kda_mirror(tile, half, walkers)
