@@ -1,2 +1,3 @@
 // Host half of KDA's kernels.
+#include "kda/backward/mirror.cu"
 #include "kda/forward/forward.cu"

@@ -69,7 +69,9 @@ struct WalkGlobals {
     float* leaving;         // null: not wanted
     bool v_first;           // both are [V, K]
     uint4* states;          // StateFragments: of every chunk the state that enters it; null: not wanted
-    int heads, seq, slots, dim_k, dim_v;
+    int heads, seq;
+    int slots, groups;  // as of StateFragments
+    int dim_k, dim_v;
     int ctas;  // per sequence and head
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }

@@ -8,8 +8,8 @@
 
 namespace tfla_tk::kda {
 
-// NOTES: what a thread holds are no members, but in structs of each walk: a struct with arrays stays in memory
-// until the loops over them are unrolled, and the compiler would know nothing of its other members.
+// NOTES: what a thread holds are no members, but in structs of each walk: a struct with arrays stays in
+// memory until the loops over them are unrolled, and the compiler would know nothing of its other members.
 template <class C> struct WalkerSteps {
     using Config = C;
     using T = typename C::T;
@@ -18,8 +18,8 @@ template <class C> struct WalkerSteps {
     using State = rt_fl<16, C::kDimK>;
     using Tokens = rt_fl<16, kChunk>;  // of a chunk
     static constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
-    using StateFragment = Fragment[kStateSteps];    // the state, rounded
-    using TokenFragments = Fragment[kTokenSteps];   // 64 columns of V of a chunk
+    using StateFragment = Fragment[kStateSteps];   // the state, rounded
+    using TokenFragments = Fragment[kTokenSteps];  // 64 columns of V of a chunk
     using Betas = TokenFactors::Columns[kTokenSteps];
 
     const WalkGlobals& g;
@@ -43,14 +43,16 @@ template <class C> struct WalkerSteps {
                                  k == 0 && !kAdds);
         });
     }
-    // d += tokens B, with kRows tokens B^T
-    template <bool kRows>
+    // d (+)= tokens B, with kRows tokens B^T
+    template <bool kRows, bool kAdds = true>
     __device__ inline void multiply_tokens(Tokens& d, TokenFragments& tokens,
                                            const typename C::Square& square) const {
-        const auto of = kRows ? Operand128B::rows(&square)
-                              : Operand128B::columns(&square, C::Square::panel_bytes);
+        const auto of =
+            kRows ? Operand128B::rows(&square) : Operand128B::columns(&square, C::Square::panel_bytes);
+        if constexpr (!kAdds) forget(d);
         each<0, kTokenSteps>([&](int j) {
-            multiply_step<!kRows>(d, tokens[j], kRows ? of.at(j * 32) : of.column_step(j), true, j == 0);
+            multiply_step<!kRows>(d, tokens[j], kRows ? of.at(j * 32) : of.column_step(j), kAdds || j > 0,
+                                  j == 0);
         });
     }
     // state += tokens B. before(j): before the j-th step.
@@ -112,9 +114,8 @@ template <class C> struct WalkerSteps {
         return shared_address(&smem.values[slot_of(step)][walker]) + lane_offset;
     }
     __device__ inline void load_values(TokenFragments& tokens, int step) const {
-        each<0, kTokenSteps>([&](int j) {
-            load_transposed(tokens[j], values_of(step) + 16 * j * kPanelColumns * sizeof(T));
-        });
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(tokens[j], values_of(step) + 16 * j * kPanelColumns * sizeof(T)); });
     }
     // NOTES: once for both uses, ahead of the chain: beside GEMMs a load takes some 200 cycles.
     __device__ inline void load_betas(Betas& to, int step) const {
@@ -132,13 +133,12 @@ template <class C> struct WalkerSteps {
     // The state that enters a chunk.
     __device__ inline void leave_state(const StateFragment& rounded, int step) const {
         if (g.states == nullptr) return;
-        const StateFragments<C::kDimK> to{g.states, g.slots, (g.dim_v + kWalkerColumns - 1) / kWalkerColumns};
+        const StateFragments<C::kDimK> to{g.states, g.slots, g.groups};
         const int head = task.batch * g.heads + task.head, slot = task.first_slot + task.chunk_of<C>(step);
-        uint4* const at = to.at(head, slot, task.column / kWalkerColumns + walker, warpgroup::warpid(), 0,
-                                fresh_laneid());
-        each<0, kStateSteps>([&](int k) {
-            at[k * to.kLanes] = reinterpret_cast<const uint4&>(rounded[k].tiles[0][0].data);
-        });
+        uint4* const at =
+            to.at(head, slot, task.column / kWalkerColumns + walker, warpgroup::warpid(), 0, fresh_laneid());
+        each<0, kStateSteps>(
+            [&](int k) { at[k * to.kLanes] = reinterpret_cast<const uint4&>(rounded[k].tiles[0][0].data); });
     }
 
     // The warp's first column of V. NOTES: recomputed, to save registers.

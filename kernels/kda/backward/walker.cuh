@@ -70,9 +70,8 @@ template <class C> struct MirrorWalker : WalkerSteps<C> {
         this->load_betas(r.betas, step);
         this->add_to_state(r.state, r.douts, tiles[kQueries], [](int) {});
         wait_for_reads();  // 3
-        each<0, kTokenSteps>([&](int j) {
-            Steps::template round_times_beta<1>(r.tokens[j], r.x, r.betas, j);
-        });
+        each<0, kTokenSteps>(
+            [&](int j) { Steps::template round_times_beta<1>(r.tokens[j], r.x, r.betas, j); });
         this->template multiply_tokens<false>(r.x, r.tokens, this->matrices_of(step).a);  // 4
         this->leave_state(r.read, step);
         if constexpr (kFollows) this->hand_over_results(step - 1);
@@ -93,8 +92,7 @@ template <class C> struct MirrorWalker : WalkerSteps<C> {
     // R^T = dO^T P
     __device__ inline void begin_reads(int step) {
         this->load_values(r.douts, step);
-        warp::zero(r.x);
-        this->template multiply_tokens<false>(r.x, r.douts, this->matrices_of(step).p);
+        this->template multiply_tokens<false, false>(r.x, r.douts, this->matrices_of(step).p);
     }
 
     __device__ inline void wait_arrived(int step) {

@@ -7,8 +7,7 @@
 namespace tfla_tk::kda {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void kda_forward_kernel(const __grid_constant__ WalkGlobals g) {
+__global__ __launch_bounds__(C::kThreads, 1) void kda_forward_kernel(const __grid_constant__ WalkGlobals g) {
     TFLA_DEVICE_CODE { run_walk<ForwardWalker<C>>(g); }
 }
 

@@ -32,8 +32,8 @@ template <class C> struct ForwardRegisters {
 template <class C> struct ForwardWalker : WalkerSteps<C> {
     using Registers = ForwardRegisters<C>;
     using Steps = WalkerSteps<C>;
-    using typename Steps::T2;
     using Steps::chunks, Steps::g, Steps::kStateSteps, Steps::kTokenSteps, Steps::smem;
+    using typename Steps::T2;
 
     Registers& r;
 
@@ -79,9 +79,8 @@ template <class C> struct ForwardWalker : WalkerSteps<C> {
     }
     // Steps 7 and 8.
     __device__ inline void end_chunk(int chunk) {
-        this->add_to_state(r.state, r.tokens, smem.tiles[Steps::slot_of(chunk)][kWriters], [&](int j) {
-            Steps::template round_times_beta<1>(r.tokens[j], r.x, r.betas, j);
-        });
+        this->add_to_state(r.state, r.tokens, smem.tiles[Steps::slot_of(chunk)][kWriters],
+                           [&](int j) { Steps::template round_times_beta<1>(r.tokens[j], r.x, r.betas, j); });
         this->template multiply_tokens<true>(r.out, r.tokens, this->matrices_of(chunk).p);
         wait_arrived(chunk + 1);
         wait_for_state();
