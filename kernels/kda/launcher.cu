@@ -1,2 +1,2 @@
 // Host half of KDA's kernels.
-#include "kda/forward/forward.cu"
+#include "kda/gradients/gradients.cu"

@@ -68,10 +68,31 @@ struct KdaForwardParams {
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
 
+// The parallel half of the backward. With dS' the gradient of the state that leaves a chunk, the mirror walk
+// has left
+//   R' = R + A^T (beta R)  where  R = P^T dO + K_G dS'
+// and with G = beta R' the gradients are, L and P strictly and weakly lower triangular
+//   dV = G    dbeta = sum_v U' R'    dP = dO Y^T    dL = -G Y^T
+//   dQ_F = dO S^T    dK_F = -G S^T    dK_G = Y dS'^T
+// Of dq and the two parts of dk, by readers and by writers, follows per channel that of g:
+//   sum over later tokens of the chunk, and the token itself, of q dq + k dk_read - k dk_written, + <S', dS'>
+struct KdaGradientsParams {
+    KdaMatricesParams of;                  // the forward's; shape.dim_v is read
+    Operand v, d_out, solved;              // solved: R', over which dV is written
+    const void *states, *state_gradients;  // StateFragments in kda/state_fragments.cuh
+    Operand dq, dk;                        // one for each head of v
+    Operand dg;                            // of g's type
+    float* dbeta;                          // [batch, seq, heads]
+    // Parts of d dt_bias [batch * heads, slots, dim_k] and of dA_log [batch * heads, slots]; null: not
+    // wanted.
+    float *of_bias, *of_rate;
+};
+
 KdaTilesBytes kda_tiles_bytes(const KdaShape& shape);
 
-// Both throw std::runtime_error on a refused launch.
+// They throw std::runtime_error on a refused launch.
 void kda_matrices(const KdaMatricesParams& params, void* stream);
 void kda_forward(const KdaForwardParams& params, void* stream);
+void kda_gradients(const KdaGradientsParams& params, void* stream);
 
 }  // namespace tfla_tk

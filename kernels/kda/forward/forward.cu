@@ -1,5 +1,6 @@
 // Host half of KDA's forward: two kernels.
-//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of q,
+//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of
+//   q,
 //                 k, g and beta (matrices/kernel.cuh)
 //   kda_forward   the walk over the chunks (forward/kernel.cuh)
 // Equations: bindings/params.h.
@@ -31,13 +32,23 @@ inline TensorMap map_of_matrices(const KdaShape& s, void* data) {
     return map_of_left(s, data, slots_of(s) * kChunk, kChunk);
 }
 
+inline TensorMap map_of_values(const KdaShape& s, const Operand& x, int rows) {
+    return TensorMap(x, s.batch, s.heads, s.seq, s.dim_v, rows, s.half);
+}
+// Every chunk as a segment.
+inline Cut every_chunk(const KdaShape& s) {
+    Cut chunks = s.cut;
+    const int slots = slots_of(s);
+    chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
+    return chunks;
+}
+
 template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, cudaStream_t stream) {
     constexpr const char* kName = "kda_matrices";
     const KdaShape& s = p.shape;
     const DeviceGuard guard(s.device, kName);
     const int slots = slots_of(s);
-    Cut chunks = s.cut;  // every chunk is a segment
-    chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
+    const Cut chunks = every_chunk(s);
     const MatricesGlobals g{
         map_of_keys(s, p.q),
         map_of_keys(s, p.k),
@@ -61,16 +72,13 @@ template <class C> void launch_forward(const KdaForwardParams& p, cudaStream_t s
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     const KdaShape& s = p.shape;
     const DeviceGuard guard(s.device, kName);
-    auto of_values = [&](const Operand& x, int rows) {
-        return TensorMap(x, s.batch, s.heads, s.seq, s.dim_v, rows, s.half);
-    };
     const int slots = slots_of(s);
     const ForwardGlobals g{
         map_of_left(s, p.tiles.tiles, slots * kTiles * kChunk, C::kDimK),
         map_of_matrices(s, p.tiles.a),
         map_of_matrices(s, p.tiles.p),
-        of_values(p.v, kChunk),
-        ResultMaps::of([&](int rows) { return of_values(p.o, rows); }),
+        map_of_values(s, p.v, kChunk),
+        ResultMaps::of([&](int rows) { return map_of_values(s, p.o, rows); }),
         p.tiles.factors,
         s.cut,
         p.initial,
