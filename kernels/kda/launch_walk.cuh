@@ -32,6 +32,14 @@ inline TensorMap map_of_values(const KdaShape& s, const Operand& x, int rows) {
     return TensorMap(x, s.batch, s.heads, s.seq, s.dim_v, rows, s.half);
 }
 
+// Every chunk as a segment.
+inline Cut every_chunk(const KdaShape& s) {
+    Cut chunks = s.cut;
+    const int slots = slots_of(s);
+    chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
+    return chunks;
+}
+
 // Calls run<T, kDimK, kWalkers>().
 template <class Run> void with_walk(const KdaWalkParams& p, const char* name, Run run) {
     with_type_and_tile(p.shape, name, [&]<class T, int kDimK>() {

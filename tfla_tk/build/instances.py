@@ -584,6 +584,13 @@ def kda_mirror(tile: int, half: bool, walkers: int) -> Instance:
     return _kda(f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", half, kernel)
 
 
+@functools.cache
+def kda_gradients(tile: int, half: bool) -> Instance:
+    """What makes the gradients of KDA, of all chunks in parallel."""
+    kernel = f"kda_gradients_kernel<{_TYPES[half]}, {tile}>"
+    return _kda(f"gradients_k{tile}", "gradients/kernel.cuh", half, kernel)
+
+
 def all_instances() -> list[Instance]:
     """The shipped ones, and the forward of mLSTM without overlap."""
     sequential = itertools.product(SEQUENTIAL_TILES, (False, True))
@@ -681,6 +688,7 @@ def _gla_instances(half: bool) -> Iterator[Instance]:
 def _kda_instances(half: bool) -> Iterator[Instance]:
     for tile in KDA_TILES:
         yield kda_matrices(tile, half)
+        yield kda_gradients(tile, half)
         for walkers in (1, 2):
             yield kda_forward(tile, half, walkers)
             yield kda_mirror(tile, half, walkers)

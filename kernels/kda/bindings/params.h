@@ -72,9 +72,28 @@ struct KdaWalkParams {
     const float* entering;  // [N, heads, K, V] or with v_first [N, heads, V, K]; null: zero
     float* leaving;         // the same; null: not wanted
     bool v_first;
-    void* states;  // of every chunk the state that enters it, rounded (kda/state_fragments.cuh); null: not
-                   // wanted
+    void* states;  // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
     int walkers;   // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+};
+
+// The parallel half of the backward. With dS' the gradient of the state that leaves a chunk, the mirror walk
+// has left
+//   R' = R + A^T (beta R)  where  R = P^T dO + K_G dS'
+// and with G = beta R' the gradients are, L and P strictly and weakly lower triangular
+//   dV = G    dbeta = sum_v U' R'    dP = dO Y^T    dL = -G Y^T
+//   dQ_F = dO S^T    dK_F = -G S^T    dK_G = Y dS'^T
+// Of dq and the two parts of dk, by readers and by writers, follows per channel that of g:
+//   sum over later tokens of the chunk, and the token itself, of q dq + k dk_read - k dk_written, + <S', dS'>
+struct KdaGradientsParams {
+    KdaMatricesParams of;                  // the forward's; shape.dim_v is read
+    Operand v, d_out, solved;              // solved: R', over which dV is written
+    const void *states, *state_gradients;  // StateFragments in kda/state_fragments.cuh
+    Operand dq, dk;                        // one for each head of v
+    Operand dg;                            // of g's type
+    float* dbeta;                          // [batch, seq, heads]
+    // Parts of d dt_bias [batch * heads, slots, dim_k] and of dA_log [batch * heads, slots]; null: not
+    // wanted.
+    float *of_bias, *of_rate;
 };
 
 KdaTilesBytes kda_tiles_bytes(const KdaShape& shape);
@@ -84,5 +103,6 @@ std::int64_t kda_states_bytes(const KdaShape& shape);
 void kda_matrices(const KdaMatricesParams& params, void* stream);
 void kda_forward(const KdaWalkParams& params, void* stream);
 void kda_mirror(const KdaWalkParams& params, void* stream);
+void kda_gradients(const KdaGradientsParams& params, void* stream);
 
 }  // namespace tfla_tk

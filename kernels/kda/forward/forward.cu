@@ -1,7 +1,6 @@
 // Host half of KDA's forward: two kernels.
-//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of
-//   q,
-//                 k, g and beta (matrices/kernel.cuh)
+//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs
+//                 of q, k, g and beta (matrices/kernel.cuh)
 //   kda_forward   the walk over the chunks (forward/kernel.cuh)
 // Equations: bindings/params.h.
 #include "kda/forward/kernel.cuh"
@@ -15,8 +14,7 @@ template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, c
     const KdaShape& s = p.shape;
     const DeviceGuard guard(s.device, kName);
     const int slots = slots_of(s);
-    Cut chunks = s.cut;  // every chunk is a segment
-    chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
+    const Cut chunks = every_chunk(s);
     const MatricesGlobals g{
         map_of_keys(s, p.q),
         map_of_keys(s, p.k),

@@ -10,6 +10,12 @@ __device__ inline void load_four(float (&x)[4], uint32_t address) {
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
                  : "r"(address));
 }
+// The nearest number of tf32, in which mma.sync reads operands.
+__device__ inline float rounded_to_tf32(float x) {
+    uint32_t bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return __uint_as_float(bits);
+}
 // Four numbers of 16 bits.
 template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_t address) {
     typename base_types::packing<T>::packed_type pairs[2];
@@ -23,11 +29,10 @@ template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_
 // memory by a group of lanes, 16 bytes each. NOTES: the rows are on their way to shared memory meanwhile, but
 // there the channels come one part after the other.
 template <class T, int kDimK>
-__device__ inline void write_row_factors(float (&to)[kChunk], const MatricesGlobals& g, const Operand& x,
+__device__ inline void write_row_factors(float (&to)[kChunk], const KdaMatricesParams& p, const Operand& x,
                                          const Chunk& chunk, float factor, int warp) {
     using T2 = typename base_types::packing<T>::packed_type;
     constexpr int kLanes = kDimK / 8, kRows = 32 / kLanes;
-    const KdaMatricesParams& p = g.params;
     const int lane = fresh_laneid(), column = lane % kLanes * 8, first = warp * kBlock + lane / kLanes;
     if (!p.l2norm) {
         if (lane < kBlock) to[warp * kBlock + lane] = factor;
@@ -66,10 +71,9 @@ __device__ inline void write_betas(float (&to)[kChunk], const MatricesGlobals& g
 }
 
 // What raw gates of a head take, by one warp.
-template <class T, int kDimK>
-__device__ inline void write_gate_parameters(MatricesMemory<T, kDimK>& smem, const MatricesGlobals& g,
-                                             int head) {
-    const KdaMatricesParams& p = g.params;
+template <class Memory>
+__device__ inline void write_gate_parameters(Memory& smem, const KdaMatricesParams& p, int head) {
+    constexpr int kDimK = sizeof(smem.bias) / sizeof(float);
     const int lane = fresh_laneid();
     if (lane == 0) smem.rate = p.a_log.data ? expf(load_gate(p.a_log, head * p.a_log.head_stride)) : 1.f;
     const int64_t first = head * p.dt_bias.head_stride;
@@ -105,11 +109,12 @@ struct LaneGates {
                 load_token(of[t], start + ((first + t) * kPart + channel) * bytes);
         };
         if (dtype == DType::float32)
-            load_all(4, [](float(&x)[kChannels], uint32_t from) { load_four(x, from); });
+            load_all(4, [](float (&x)[kChannels], uint32_t from) { load_four(x, from); });
         else if (dtype == DType::bfloat16)
-            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<bf16>(x, from); });
+            load_all(2, [](float (&x)[kChannels], uint32_t from) { load_short_four<bf16>(x, from); });
         else
-            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
+            load_all(2,
+                     [](float (&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
     }
 
     // The logs of the decays in bits. bias: of the part's channels.
@@ -151,13 +156,19 @@ struct LaneGates {
     }
 };
 
-// Step 1, of a warp's block. Returns whether the block is mild.
-template <class T, int kDimK>
-__device__ inline bool sum_gates(MatricesMemory<T, kDimK>& smem, const MatricesGlobals& g, int part,
-                                 int block, int tokens, int lane) {
+// Gates of a chunk and 64 channels, and what becomes of them.
+struct GatesOfPart {
+    float (&gates)[kChunk][kPart];  // then b from the block's begin
+    float (&total)[kBlocks][kPart];
+    float (&middle)[kBlocks][kPart];
+};
+
+// Step 1, of a warp's block. bias: of the part. Returns whether the block is mild.
+__device__ inline bool sum_gates(const GatesOfPart& part, const KdaMatricesParams& p, const float* bias,
+                                 float rate, int block, int tokens, int lane) {
     LaneGates gates(lane);
-    gates.load(smem.in.gates[block * kBlock], g.params.g_type);
-    gates.to_bits(g.params, &smem.bias[part * kPart], smem.rate);
+    gates.load(part.gates[block * kBlock], p.g_type);
+    gates.to_bits(p, bias, rate);
     const bool mild = gates.sum(tokens);
     float before[LaneGates::kChannels];
 #pragma unroll
@@ -169,12 +180,11 @@ __device__ inline bool sum_gates(MatricesMemory<T, kDimK>& smem, const MatricesG
 #pragma unroll
     for (int t = 0; t < LaneGates::kTokens; t++) {
         const int token = gates.first + t, unit = (gates.channel / 4) ^ (2 * (token % 4));
-        const float(&b)[LaneGates::kChannels] = gates.of[t];
+        const float (&b)[LaneGates::kChannels] = gates.of[t];
         const float4 x = {before[0] + b[0], before[1] + b[1], before[2] + b[2], before[3] + b[3]};
-        *reinterpret_cast<float4*>(&smem.in.gates[block * kBlock + token][4 * unit]) = x;
+        *reinterpret_cast<float4*>(&part.gates[block * kBlock + token][4 * unit]) = x;
         if (t == LaneGates::kTokens - 1)
-            *reinterpret_cast<float4*>(
-                &(gates.half ? smem.total : smem.middle)[block][gates.channel]) = x;
+            *reinterpret_cast<float4*>(&(gates.half ? part.total : part.middle)[block][gates.channel]) = x;
     }
     __syncwarp();
     return __all_sync(0xffffffff, mild);

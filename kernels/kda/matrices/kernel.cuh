@@ -61,10 +61,10 @@ template <class T, int kDimK> struct MatricesMaker {
             load_part(0);
         }
         __syncwarp();
-        write_row_factors<T, kDimK>(smem.query_factors, g, p.q, chunk, p.scale, warp);
-        write_row_factors<T, kDimK>(smem.key_factors, g, p.k, chunk, 1.f, warp);
+        write_row_factors<T, kDimK>(smem.query_factors, p, p.q, chunk, p.scale, warp);
+        write_row_factors<T, kDimK>(smem.key_factors, p, p.k, chunk, 1.f, warp);
         if (warp == 1) write_betas(smem.beta, g, chunk);
-        if (warp == 2) write_gate_parameters(smem, g, chunk.head);
+        if (warp == 2) write_gate_parameters(smem, p, chunk.head);
         __syncthreads();
     }
 
@@ -91,7 +91,8 @@ template <class T, int kDimK> struct MatricesMaker {
         const BlockOfRows<T, kDimK> rows{smem, warp, fresh_laneid()};
         const int tokens = chunk.tokens - warp * kBlock;
         if (g.packed()) zero_rows_of_others(tokens);
-        const bool mild = sum_gates(smem, g, part, warp, tokens, rows.lane);
+        const bool mild = sum_gates({smem.in.gates, smem.total, smem.middle}, g.params,
+                                    &smem.bias[part * kPart], smem.rate, warp, tokens, rows.lane);
         score_block(rows, scores.own, mild);
         if (!mild) score_levels(rows, scores.own);
         __syncthreads();
@@ -150,8 +151,8 @@ template <class T, int kDimK> struct MatricesMaker {
             const float *q = &pairs.of_queries[n / 2][n % 2 * 2], *k = &pairs.of_keys[n / 2][n % 2 * 2];
             const float2 writers{smem.key_factors[j], smem.key_factors[j + 1]};
             const float reader = smem.query_factors[i], eraser = -smem.key_factors[i];
-            p[n] = from_float2<T2>({j <= last ? reader * writers.x * q[0] : 0.f,
-                                    j < last ? reader * writers.y * q[1] : 0.f});
+            p[n] = from_float2<T2>(
+                {j <= last ? reader * writers.x * q[0] : 0.f, j < last ? reader * writers.y * q[1] : 0.f});
             of_keys.tiles[0][0].data[n] = {j < last ? eraser * writers.x * k[0] : 0.f,
                                            j + 1 < last ? eraser * writers.y * k[1] : 0.f};
         }
@@ -171,9 +172,8 @@ template <class T, int kDimK> struct MatricesMaker {
 };
 
 template <class T, int kDimK>
-__global__ __launch_bounds__(kMatricesThreads,
-                             kMatricesCtas) void kda_matrices_kernel(const __grid_constant__
-                                                                         MatricesGlobals g) {
+__global__ __launch_bounds__(kMatricesThreads, kMatricesCtas) void kda_matrices_kernel(
+    const __grid_constant__ MatricesGlobals g) {
     TFLA_DEVICE_CODE {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
@@ -181,11 +181,11 @@ __global__ __launch_bounds__(kMatricesThreads,
         const Segment found = find_segment(g.cut, g.params.shape.seq, index);
         if (found.tokens <= 0) return;
         const bool packed = g.packed();
-        MatricesMaker<T, kDimK>{g,
-                                *reinterpret_cast<MatricesMemory<T, kDimK>*>(shared_memory),
-                                {packed ? 0 : found.sequence, head, found.first_row, found.tokens,
-                                 packed ? index : found.number},
-                                warp}
+        MatricesMaker<T, kDimK>{
+            g,
+            *reinterpret_cast<MatricesMemory<T, kDimK>*>(shared_memory),
+            {packed ? 0 : found.sequence, head, found.first_row, found.tokens, packed ? index : found.number},
+            warp}
             .run();
     }
 }
