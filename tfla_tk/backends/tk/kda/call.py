@@ -176,7 +176,7 @@ class Left(NamedTuple):
         """
         of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
         tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
-        return Left(tiles, scratch.take(kernel.states_bytes(sizes)[0]) if keep else 0)
+        return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)
 
 
 def number(call: Call) -> tuple[Any, Addresses]:

@@ -188,7 +188,7 @@ class Backward:
         self._has_empty_slots = call.cu_seqlens is not None
         of_rate_at, of_bias_at = (addresses.next(given=x is not None) for x in self._parts)
         scratch = Scratch(addresses.next())
-        state_gradients = scratch.take(kernel.states_bytes(sizes)[0])
+        state_gradients = scratch.take(kernel.states_bytes(sizes))
         of_heads, combining = [dq, dk], list[Launch]()
         if shape.group > 1:
             size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
