@@ -1,5 +1,6 @@
 // Host half of KDA's forward: two kernels.
-//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of q,
+//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of
+//   q,
 //                 k, g and beta (matrices/kernel.cuh)
 //   kda_forward   the walk over the chunks (forward/kernel.cuh)
 // Equations: bindings/params.h.

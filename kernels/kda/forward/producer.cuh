@@ -46,7 +46,8 @@ template <class C> struct TilesLoader {
         semaphore& arrived = smem.arrived[slot];
         tma::expect_bytes(arrived, sizeof(smem.tiles[0]) + sizeof(smem.factors[0]));
         auto load = [&](TileOfChunk tile) {
-            load_panels(smem.tiles[slot][tile], g.tiles, arrived, 0, (place * kTiles + tile) * kChunk, head, 0);
+            load_panels(smem.tiles[slot][tile], g.tiles, arrived, 0, (place * kTiles + tile) * kChunk, head,
+                        0);
         };
         const auto* const factors = static_cast<const Factors<C::kDimK>*>(g.factors);
         load(kReads);  // the walkers ask for it first

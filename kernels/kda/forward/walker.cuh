@@ -60,8 +60,8 @@ template <class C> struct Walker {
     }
 
   private:
-    // Steps 1 to 6. kFollows: there is a chunk before; else S^T is rounded and scaled already. Behind the last
-    // chunk nothing of what it makes is used.
+    // Steps 1 to 6. kFollows: there is a chunk before; else S^T is rounded and scaled already. Behind the
+    // last chunk nothing of what it makes is used.
     template <bool kFollows> __device__ inline void begin_chunk(int chunk) {
         const auto& tiles = smem.tiles[slot_of(chunk)];
         read_state(r.x, tiles[kReads], [&](int k) {  // 1
@@ -166,8 +166,8 @@ template <class C> struct Walker {
             });
         });
     }
-    // A factor per column. NOTES: volatile: it anchors what it is multiplied with, which ptxas would move into
-    // the chain.
+    // A factor per column. NOTES: volatile: it anchors what it is multiplied with, which ptxas would move
+    // into the chain.
     __device__ inline void scale_state(const float* decay) {
         const uint32_t from = shared_address(decay) + 8 * (fresh_laneid() % 4);
         each<0, 2 * kStateSteps>([&](int i) {
@@ -179,7 +179,8 @@ template <class C> struct Walker {
             scale_in_place(pairs[i % 2 * 2], e), scale_in_place(pairs[i % 2 * 2 + 1], e);
         });
     }
-    // NOTES: all of it before the first GEMM: the state's registers are a GEMM's to ptxas from there on (C7517)
+    // NOTES: all of it before the first GEMM: the state's registers are a GEMM's to ptxas from there on
+    // (C7517)
     __device__ inline void round_first_state() {
         each<0, kStateSteps>([&](int k) { convert_fragment(r.read[k], r.state, k), pin(r.read[k]); });
         scale_state(smem.factors[0].decay);

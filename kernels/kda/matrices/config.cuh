@@ -9,8 +9,8 @@ namespace tfla_tk::kda {
 
 using namespace kittens;
 
-constexpr int kBlock = 16, kBlocks = kChunk / kBlock;  // tokens of a warp
-constexpr int kPart = kPanelColumns;                   // channels at a time
+constexpr int kBlock = 16, kBlocks = kChunk / kBlock;              // tokens of a warp
+constexpr int kPart = kPanelColumns;                               // channels at a time
 constexpr int kMatricesThreads = 32 * kBlocks, kMatricesCtas = 4;  // CTAs of a multiprocessor
 
 constexpr float kLog2e = 1.44269504f;

@@ -105,11 +105,12 @@ struct LaneGates {
                 load_token(of[t], start + ((first + t) * kPart + channel) * bytes);
         };
         if (dtype == DType::float32)
-            load_all(4, [](float(&x)[kChannels], uint32_t from) { load_four(x, from); });
+            load_all(4, [](float (&x)[kChannels], uint32_t from) { load_four(x, from); });
         else if (dtype == DType::bfloat16)
-            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<bf16>(x, from); });
+            load_all(2, [](float (&x)[kChannels], uint32_t from) { load_short_four<bf16>(x, from); });
         else
-            load_all(2, [](float(&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
+            load_all(2,
+                     [](float (&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
     }
 
     // The logs of the decays in bits. bias: of the part's channels.
@@ -169,12 +170,11 @@ __device__ inline bool sum_gates(MatricesMemory<T, kDimK>& smem, const MatricesG
 #pragma unroll
     for (int t = 0; t < LaneGates::kTokens; t++) {
         const int token = gates.first + t, unit = (gates.channel / 4) ^ (2 * (token % 4));
-        const float(&b)[LaneGates::kChannels] = gates.of[t];
+        const float (&b)[LaneGates::kChannels] = gates.of[t];
         const float4 x = {before[0] + b[0], before[1] + b[1], before[2] + b[2], before[3] + b[3]};
         *reinterpret_cast<float4*>(&smem.in.gates[block * kBlock + token][4 * unit]) = x;
         if (t == LaneGates::kTokens - 1)
-            *reinterpret_cast<float4*>(
-                &(gates.half ? smem.total : smem.middle)[block][gates.channel]) = x;
+            *reinterpret_cast<float4*>(&(gates.half ? smem.total : smem.middle)[block][gates.channel]) = x;
     }
     __syncwarp();
     return __all_sync(0xffffffff, mild);

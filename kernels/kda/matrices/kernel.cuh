@@ -150,8 +150,8 @@ template <class T, int kDimK> struct MatricesMaker {
             const float *q = &pairs.of_queries[n / 2][n % 2 * 2], *k = &pairs.of_keys[n / 2][n % 2 * 2];
             const float2 writers{smem.key_factors[j], smem.key_factors[j + 1]};
             const float reader = smem.query_factors[i], eraser = -smem.key_factors[i];
-            p[n] = from_float2<T2>({j <= last ? reader * writers.x * q[0] : 0.f,
-                                    j < last ? reader * writers.y * q[1] : 0.f});
+            p[n] = from_float2<T2>(
+                {j <= last ? reader * writers.x * q[0] : 0.f, j < last ? reader * writers.y * q[1] : 0.f});
             of_keys.tiles[0][0].data[n] = {j < last ? eraser * writers.x * k[0] : 0.f,
                                            j + 1 < last ? eraser * writers.y * k[1] : 0.f};
         }
@@ -171,9 +171,8 @@ template <class T, int kDimK> struct MatricesMaker {
 };
 
 template <class T, int kDimK>
-__global__ __launch_bounds__(kMatricesThreads,
-                             kMatricesCtas) void kda_matrices_kernel(const __grid_constant__
-                                                                         MatricesGlobals g) {
+__global__ __launch_bounds__(kMatricesThreads, kMatricesCtas) void kda_matrices_kernel(
+    const __grid_constant__ MatricesGlobals g) {
     TFLA_DEVICE_CODE {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
@@ -181,11 +180,11 @@ __global__ __launch_bounds__(kMatricesThreads,
         const Segment found = find_segment(g.cut, g.params.shape.seq, index);
         if (found.tokens <= 0) return;
         const bool packed = g.packed();
-        MatricesMaker<T, kDimK>{g,
-                                *reinterpret_cast<MatricesMemory<T, kDimK>*>(shared_memory),
-                                {packed ? 0 : found.sequence, head, found.first_row, found.tokens,
-                                 packed ? index : found.number},
-                                warp}
+        MatricesMaker<T, kDimK>{
+            g,
+            *reinterpret_cast<MatricesMemory<T, kDimK>*>(shared_memory),
+            {packed ? 0 : found.sequence, head, found.first_row, found.tokens, packed ? index : found.number},
+            warp}
             .run();
     }
 }

@@ -179,8 +179,8 @@ __device__ inline void score_levels(const BlockOfRows<T, kDimK>& rows, Pairs& pa
     }
 }
 
-// Step 3: scores with kCount blocks left of the block's own, block `last` and those before it, times the decay
-// over the blocks between, of which there are kBetween behind `last`.
+// Step 3: scores with kCount blocks left of the block's own, block `last` and those before it, times the
+// decay over the blocks between, of which there are kBetween behind `last`.
 template <int kCount, int kBetween, class T, int kDimK>
 __device__ inline void score_below(const BlockOfRows<T, kDimK>& rows, Pairs (&pairs)[2], int last) {
     const auto& smem = rows.smem;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
-from tfla_tk.backends.tk.prepared import are_same
+from tfla_tk.backends.tk.prepared import Addresses, are_same
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
@@ -142,6 +142,13 @@ class Shape(_Sizes):
         """Those of the forward."""
         tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
         return instances.kda_matrices(tile, self.half), instances.kda_forward(tile, self.half, self.walkers)
+
+
+def number(call: Call) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses = Addresses()
+    at = [addresses.next(given=x is not None) for x in call.tensors]
+    return Call._make([*at, *call[9:]]), addresses
 
 
 def beta_at(address: int, x: Tensor) -> Gate:

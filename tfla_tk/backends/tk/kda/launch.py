@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.kda.call import Call, Shape, beta_at, per_head_at
+from tfla_tk.backends.tk.kda.call import Call, Shape, beta_at, number, per_head_at
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Scratch, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
@@ -67,8 +67,7 @@ class Forward:
         of_state = (shape.dim_v, shape.dim_k) if call.state_v_first else (shape.dim_k, shape.dim_v)
         self._last_shape = (shape.sequences, shape.heads, *of_state) if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
-        addresses = Addresses()
-        at = Call._make([*(addresses.next(given=x is not None) for x in call.tensors), *call[9:]])
+        at, addresses = number(call)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         left = Scratch(addresses.next())
         sizes = shape.with_offsets(at.cu_seqlens)
