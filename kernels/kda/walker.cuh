@@ -130,13 +130,13 @@ template <class C> struct WalkerSteps {
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker][slot_of(step)]);
     }
-    // The state that enters a chunk.
+    // The state that enters a chunk, where it is wanted.
     __device__ inline void leave_state(const StateFragment& rounded, int step) const {
-        if (g.states == nullptr) return;
+        const int group = task.column / kWalkerColumns + walker;
+        if (g.states == nullptr || group >= g.groups) return;
         const StateFragments<C::kDimK> to{g.states, g.slots, g.groups};
         const int head = task.batch * g.heads + task.head, slot = task.first_slot + task.chunk_of<C>(step);
-        uint4* const at =
-            to.at(head, slot, task.column / kWalkerColumns + walker, warpgroup::warpid(), 0, fresh_laneid());
+        uint4* const at = to.at(head, slot, group, warpgroup::warpid(), 0, fresh_laneid());
         each<0, kStateSteps>(
             [&](int k) { at[k * to.kLanes] = reinterpret_cast<const uint4&>(rounded[k].tiles[0][0].data); });
     }

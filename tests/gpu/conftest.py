@@ -83,7 +83,7 @@ def forget_calls() -> None:
         path.plans.clear()
     for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
         launches._forwards.clear()
-    for launches in (tk_backward, gla_backward, delta_launch):
+    for launches in (tk_backward, gla_backward, delta_launch, kda_launch):
         launches._backwards.clear()
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from tfla_tk.backends.tk.kda.call import Shape
-from tfla_tk.backends.tk.kda.launch import forward
+from tfla_tk import UnsupportedError
+from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Call, Shape
+from tfla_tk.backends.tk.kda.launch import backward, forward, forward_of
 
 from .linear import (
     Normal,
@@ -21,6 +22,7 @@ from .linear import (
     assert_equal,
     assert_graph_replays,
     assert_whole_and_repeated,
+    draw_cotangents,
     draw_operands,
     pack,
 )
@@ -346,3 +348,221 @@ def test_small_packed_calls_of_raw_inputs(walkers: int) -> None:
     sizes = {"batch": 1, "seq": sum(lengths), "sequences": len(lengths), "dims": (96, 80)}
     x, options = draw_raw(torch.bfloat16, RAW_GATES["softplus and bias"] | FLAGS[0], **sizes)
     check(pack(x, lengths=lengths), **options)
+
+
+# Gradients
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+TRAINED = [dims for dims in (*DIMS, *PADDED) if dims[1] <= MOST_TRAINED_V]
+
+
+def call_of(
+    x: Tensors,
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+) -> Call:
+    scale = x["q"].shape[-1] ** -0.5 if scale is None else scale
+    tensors = (x.get(name) for name in (*INPUTS, "cu_seqlens"))
+    return Call(*tensors, scale, lower_bound, qk_l2norm, beta_sigmoid, neg_eigval, state_v_first)
+
+
+def train(x: Tensors, given: list[Tensor] | None = None, *, keep: bool = True, **options: Any) -> Tensors:
+    """The gradients of all inputs, from gradients of o and of the last state.
+
+    Args:
+        keep: the forward keeps what the backward reads; else the backward makes it again.
+    """
+    call = call_of(x, **options)
+    o, last, kept = forward_of(call, output_final_state=True, keep=keep)
+    assert (kept is not None) == keep and last is not None
+    given = draw_cotangents({"o": o, "final_state": last}) if given is None else given
+    found = dict(zip(INPUTS, backward(call, kept, *given), strict=True))
+    assert all((found[name] is None) == (name not in x) for name in INPUTS)
+    return {f"d{name}": grad for name, grad in found.items() if grad is not None}
+
+
+def true_gradients(x: Tensors, **options: Any) -> Tensors:
+    """`train` in fp64."""
+    leaves = {name: x[name].double().requires_grad_() for name in INPUTS if name in x}
+    outputs = truth_of(x | leaves, **options)
+    given = draw_cotangents(outputs)
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), given)
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def check_gradients(x: Tensors, **options: Any) -> None:
+    found, truth = train(x, **options), true_gradients(x, **options)
+    assert all(found[f"d{name}"].dtype == x[name].dtype for name in INPUTS if name in x)
+    assert_accurate(found, truth, x["q"].dtype, x["v"].numel() ** 0.5)
+
+
+@pytest.mark.parametrize("dims", TRAINED, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_gradients_of_all_dims(states: bool, dims: tuple[int, int], dtype: torch.dtype, walkers: int) -> None:
+    check_gradients(draw(dims=dims, dtype=dtype, states=states))
+
+
+@of_dims
+@pytest.mark.parametrize("seq", [1, 15, 16, 17, 63, 64, 65, 128, 129, 192, 320, 500])
+def test_gradients_of_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype, walkers: int) -> None:
+    check_gradients(draw(1, seq, max(2, 32 // seq), dims=dims, dtype=dtype))
+
+
+@of_dims
+@of_gate_dtypes
+@pytest.mark.parametrize("gates", GATES)
+def test_gradients_of_gates(
+    gates: str, of_gates: torch.dtype, dims: tuple[int, int], dtype: torch.dtype, walkers: int
+) -> None:
+    if of_gates == torch.float16 and gates == "-1e5":
+        gates = "-inf"
+    check_gradients(draw(dims=dims, dtype=dtype, gates=gates, of_gates=of_gates))
+
+
+@of_gate_dtypes
+@pytest.mark.parametrize("raw", RAW_GATES)
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+def test_gradients_of_raw_inputs(
+    dims: tuple[int, int], flags: dict[str, bool], raw: str, of_gates: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, options = draw_raw(of_gates, RAW_GATES[raw] | flags, dims=dims, dtype=dtype, value_heads=4)
+    if not flags.get("qk_l2norm"):
+        x |= {name: normalize(x[name].float(), dim=-1).to(dtype) for name in ("q", "k")}
+    check_gradients(x, **options)
+
+
+@of_dims
+@pytest.mark.parametrize("heads", [(2, 6), (1, 4)], ids="{0[0]}_{0[1]}".format)
+def test_gradients_of_shared_heads(heads: tuple[int, int], dims: tuple[int, int], walkers: int) -> None:
+    check_gradients(draw(heads=heads[0], value_heads=heads[1], dims=dims))
+
+
+@of_dims
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+def test_gradients_of_packed(
+    gates: str, v_first: bool, offsets: torch.dtype, dims: tuple[int, int], walkers: int
+) -> None:
+    sizes = {"batch": 1, "seq": sum(LENGTHS), "sequences": len(LENGTHS), "dims": dims, "v_first": v_first}
+    x = pack(draw(gates=gates, of_gates=torch.bfloat16, **sizes), offsets)
+    check_gradients(x, state_v_first=v_first)
+
+
+def test_gradients_of_packed_raw_inputs() -> None:
+    """Sums over all sequences for A_log and dt_bias."""
+    sizes = {"batch": 1, "seq": sum(LENGTHS), "sequences": len(LENGTHS)}
+    x, options = draw_raw(torch.bfloat16, RAW_GATES["softplus and bias"] | FLAGS[0], **sizes)
+    check_gradients(pack(x), **options)
+
+
+def test_gradients_of_packed_sequences_are_bitwise_those_alone() -> None:
+    """Also beside a sequence of NaN."""
+    lengths = [70, 1, 64, 201]
+    x = draw(1, sum(lengths), 2, sequences=len(lengths))
+    of_tokens = ("q", "k", "v", "g", "beta")
+    for name in of_tokens:
+        x[name][:, :70] = torch.nan
+    normal = Normal(9)
+    do = normal(*x["v"].shape).to(x["v"].dtype)
+    dht = normal(*x["initial_state"].shape)
+    found = train(pack(x, lengths=lengths), [do, dht])
+    for n in range(1, len(lengths)):
+        alone = {name: x[name].split(lengths, 1)[n] for name in of_tokens}
+        alone["initial_state"] = x["initial_state"][n : n + 1]
+        expected = train(alone, [do.split(lengths, 1)[n], dht[n : n + 1]])
+        of_sequence = {
+            name: t[n : n + 1] if name == "dinitial_state" else t.split(lengths, 1)[n]
+            for name, t in found.items()
+        }
+        assert_equal(of_sequence, expected)
+
+
+def test_gradients_with_v_first_are_the_transpose() -> None:
+    x = draw(states=True)
+    outputs = run(x)
+    do, dht = draw_cotangents(outputs)
+    expected = train(x, [do, dht])
+    v_first = x | {"initial_state": x["initial_state"].mT.contiguous()}
+    found = train(v_first, [do, dht.mT.contiguous()], state_v_first=True)
+    assert_equal(found | {"dinitial_state": found["dinitial_state"].mT}, expected)
+
+
+@pytest.mark.parametrize("heads", [2, 6], ids=["own heads", "shared heads"])
+def test_gradients_without_what_the_forward_kept(heads: int) -> None:
+    x = draw(value_heads=heads)
+    assert_equal(train(x, keep=False), train(x))
+
+
+def test_gradients_without_one_of_the_final_state_and_of_the_gates() -> None:
+    x, options = draw_raw(torch.float32, RAW_GATES["softplus and bias"] | FLAGS[0])
+    call = call_of(x, **options)
+    o, last, kept = forward_of(call, output_final_state=True, keep=True)
+    do, _ = draw_cotangents({"o": o, "final_state": last})
+    expected = train(x, [do, torch.zeros_like(last)], **options)
+    found = dict(zip(INPUTS, backward(call, kept, do, None, needs_gates=False), strict=True))
+    assert found["g"] is found["A_log"] is found["dt_bias"] is None
+    assert_equal(
+        {f"d{name}": t for name, t in found.items() if t is not None},
+        {name: t for name, t in expected.items() if name not in ("dg", "dA_log", "ddt_bias")},
+    )
+
+
+@pytest.mark.parametrize("layout", [transposed, shifted, odd_rows, "fused"])
+def test_gradients_of_views(layout: Any) -> None:
+    x = draw(dims=(128, 128), of_gates=torch.bfloat16)
+    do, dht = draw_cotangents(run(x))
+    expected = train(x, [do, dht])
+    operands = {name: x[name] for name in ("q", "k", "v", "g")}
+    views = fuse(operands) if layout == "fused" else relayout(operands, layout) | {"g": layout(x["g"])}
+    given = [do if layout == "fused" else layout(do), dht.mT.contiguous().mT]
+    assert_equal(train(x | views | {"beta": x["beta"].mT.contiguous().mT}, given), expected)
+
+
+def test_gradients_where_v_is_too_large() -> None:
+    with pytest.raises(UnsupportedError, match="V = 256"):
+        train(draw(dims=(128, 256)))
+
+
+@of_dims
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+def test_gradients_are_whole_and_repeat(gates: str, dims: tuple[int, int], walkers: int) -> None:
+    x, options = draw_raw(torch.float32, {"lower_bound": -5.0} | FLAGS[0], batch=3, seq=500, dims=dims)
+    x["g"] = draw_gates(gates, Normal(3), *x["g"].shape)
+    assert_whole_and_repeated(lambda: train(x, **options))
+
+
+def test_gradients_of_packed_sequences_are_whole_and_repeat() -> None:
+    sizes = {"batch": 1, "seq": sum(LENGTHS), "sequences": len(LENGTHS), "value_heads": 4}
+    x, options = draw_raw(torch.bfloat16, RAW_GATES["softplus and bias"] | FLAGS[0], **sizes)
+    assert_whole_and_repeated(lambda: train(pack(x), **options))
+
+
+def test_gradients_in_a_graph() -> None:
+    x, options = draw_raw(torch.bfloat16, RAW_GATES["softplus and bias"] | FLAGS[0])
+    given = draw_cotangents(run(x, **options))
+    other = {name: t.flip(0) for name, t in x.items()}
+    expected = [train(y, given, **options) for y in (other, x)]
+    assert_graph_replays(lambda x: train(x, given, **options), x, other, expected, 6)
+
+
+@pytest.mark.sanitize
+@of_dims
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+def test_gradients_of_small_calls(gates: str, dims: tuple[int, int], walkers: int) -> None:
+    """Every place of every ring is used twice at least."""
+    check_gradients(draw(1, 450, 2, dims=dims, gates=gates))
+
+
+@pytest.mark.sanitize
+def test_gradients_of_small_packed_calls_of_raw_inputs(walkers: int) -> None:
+    lengths = [70, 0, 1, 64, 100]
+    sizes = {"batch": 1, "seq": sum(lengths), "sequences": len(lengths), "dims": (96, 80), "value_heads": 4}
+    x, options = draw_raw(torch.bfloat16, RAW_GATES["softplus and bias"] | FLAGS[0], **sizes)
+    check_gradients(pack(x, lengths=lengths), **options)

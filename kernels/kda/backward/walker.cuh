@@ -1,9 +1,9 @@
 // A walker of the mirror, backward in time. Per chunk:
 //   1. Round dS'^T to A operands and issue R^T += dS'^T K_G^T on top of dO^T P, which step 8 has issued.
-//   2. Free the chunk before in the walk. Scale dS'^T by e^{b_L} under it and issue dS^T += dO^T Q_F.
+//   2. Free the chunk before in the walk. Scale dS'^T by e^{b_L} and issue dS^T += dO^T Q_F.
 //   3. Wait for R; round beta R^T.
-//   4. Issue R'^T = R^T + (beta R^T) A in its place. Under it leave dS'^T, rounded, and hand over R' of the
-//      chunk before.
+//   4. Issue R'^T = R^T + (beta R^T) A in its place. Under it hand over R' of the chunk before, and leave
+//      dS'^T, rounded.
 //   5. Wait for R' and Q_F^T dO.
 //   6. Round -G^T = -beta R'^T and issue dS^T -= G^T K_F.
 //   7. Under it put R' where dO was.
@@ -73,9 +73,9 @@ template <class C> struct MirrorWalker : WalkerSteps<C> {
         each<0, kTokenSteps>(
             [&](int j) { Steps::template round_times_beta<1>(r.tokens[j], r.x, r.betas, j); });
         this->template multiply_tokens<false>(r.x, r.tokens, this->matrices_of(step).a);  // 4
-        this->leave_state(r.read, step);
         if constexpr (kFollows) this->hand_over_results(step - 1);
-        wait_for_all();  // 5
+        this->leave_state(r.read, step);  // NOTES: not before that, whose fence would wait for it
+        wait_for_all();                   // 5
     }
     // Steps 6 to 9. kGoesOn: there is a chunk behind in the walk.
     template <bool kGoesOn> __device__ inline void end_chunk(int step) {
