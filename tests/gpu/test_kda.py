@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 
 from tfla_tk import UnsupportedError
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Call, Shape
-from tfla_tk.backends.tk.kda.launch import backward, forward, forward_of
+from tfla_tk.backends.tk.kda.launch import backward, forward
 
 from .linear import (
     Normal,
@@ -46,6 +46,7 @@ FLAGS = [
     {"beta_sigmoid": True, "neg_eigval": True},
     {"qk_l2norm": True},
 ]
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 MILD_BITS = 80.0  # kMildBits in kda/matrices/config.cuh
 
 of_dims = pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
@@ -106,9 +107,23 @@ def draw(
     return found
 
 
+def call_of(
+    x: Tensors,
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+) -> Call:
+    scale = x["q"].shape[-1] ** -0.5 if scale is None else scale
+    tensors = (x.get(name) for name in (*INPUTS, "cu_seqlens"))
+    return Call(*tensors, scale, lower_bound, qk_l2norm, beta_sigmoid, neg_eigval, state_v_first)
+
+
 def run(x: Tensors, **options: Any) -> Tensors:
-    options.setdefault("scale", x["q"].shape[-1] ** -0.5)
-    o, last = forward(**x, output_final_state=True, **options)
+    o, last, _ = forward(call_of(x, **options), output_final_state=True, keep=False)
     assert last is not None
     return {"o": o, "final_state": last}
 
@@ -315,7 +330,7 @@ def test_views(layout: Any) -> None:
 
 def test_no_final_state_and_no_scale() -> None:
     x = draw()
-    o, last = forward(**x, scale=-0.3)
+    o, last, _ = forward(call_of(x, scale=-0.3), output_final_state=False, keep=False)
     assert last is None
     assert_accurate({"o": o}, {"o": truth_of(x, scale=-0.3)["o"]}, torch.bfloat16)
 
@@ -352,23 +367,7 @@ def test_small_packed_calls_of_raw_inputs(walkers: int) -> None:
 
 # Gradients
 
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TRAINED = [dims for dims in (*DIMS, *PADDED) if dims[1] <= MOST_TRAINED_V]
-
-
-def call_of(
-    x: Tensors,
-    *,
-    scale: float | None = None,
-    lower_bound: float | None = None,
-    qk_l2norm: bool = False,
-    beta_sigmoid: bool = False,
-    neg_eigval: bool = False,
-    state_v_first: bool = False,
-) -> Call:
-    scale = x["q"].shape[-1] ** -0.5 if scale is None else scale
-    tensors = (x.get(name) for name in (*INPUTS, "cu_seqlens"))
-    return Call(*tensors, scale, lower_bound, qk_l2norm, beta_sigmoid, neg_eigval, state_v_first)
 
 
 def train(x: Tensors, given: list[Tensor] | None = None, *, keep: bool = True, **options: Any) -> Tensors:
@@ -378,10 +377,10 @@ def train(x: Tensors, given: list[Tensor] | None = None, *, keep: bool = True, *
         keep: the forward keeps what the backward reads; else the backward makes it again.
     """
     call = call_of(x, **options)
-    o, last, kept = forward_of(call, output_final_state=True, keep=keep)
+    o, last, kept = forward(call, output_final_state=True, keep=keep)
     assert (kept is not None) == keep and last is not None
     given = draw_cotangents({"o": o, "final_state": last}) if given is None else given
-    found = dict(zip(INPUTS, backward(call, kept, *given), strict=True))
+    found = dict(zip(INPUTS, backward(call, kept, *given, needs_gates=True), strict=True))
     assert all((found[name] is None) == (name not in x) for name in INPUTS)
     return {f"d{name}": grad for name, grad in found.items() if grad is not None}
 
@@ -503,7 +502,7 @@ def test_gradients_without_what_the_forward_kept(heads: int) -> None:
 def test_gradients_without_one_of_the_final_state_and_of_the_gates() -> None:
     x, options = draw_raw(torch.float32, RAW_GATES["softplus and bias"] | FLAGS[0])
     call = call_of(x, **options)
-    o, last, kept = forward_of(call, output_final_state=True, keep=True)
+    o, last, kept = forward(call, output_final_state=True, keep=True)
     do, _ = draw_cotangents({"o": o, "final_state": last})
     expected = train(x, [do, torch.zeros_like(last)], **options)
     found = dict(zip(INPUTS, backward(call, kept, do, None, needs_gates=False), strict=True))

@@ -1,4 +1,4 @@
-"""KDA by the ThunderKittens kernels, on the current stream.
+"""KDA by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
 
 The forward has two kernels: the matrices kernel makes of every chunk in parallel what the walk needs of q, k,
 g and beta (kernels/kda/bindings/params.h); the walk over the chunks reads that and v alone. A training call
@@ -12,7 +12,8 @@ the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over wh
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,44 +31,9 @@ Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final sta
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float,
-    A_log: MaybeTensor = None,
-    dt_bias: MaybeTensor = None,
-    lower_bound: float | None = None,
-    qk_l2norm: bool = False,
-    beta_sigmoid: bool = False,
-    neg_eigval: bool = False,
-    initial_state: MaybeTensor = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: MaybeTensor = None,
-) -> tuple[Tensor, MaybeTensor]:
-    """KDA's forward of tensors as `Call` has them, K up to 128, both head dims multiples of 16.
-
-    Returns:
-        o [B, T, HV, V] and the final state, like the initial one, or None.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
-    call = Call(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, lower_bound, qk_l2norm,
-        beta_sigmoid, neg_eigval, state_v_first,
-    )  # fmt: skip
-    o, last, _ = forward_of(call, output_final_state=output_final_state, keep=False)
-    return o, last
-
-
-def forward_of(call: Call, *, output_final_state: bool, keep: bool) -> Outputs:
-    """`forward` of a call, and with `keep` what its backward reads.
+def forward(core: Call, *, output_final_state: bool, keep: bool) -> Outputs:
+    """o [B, T, HV, V], the final state, like the initial one, or None, and with `keep` one allocation of what
+    the backward reads (`Left`). K up to 128, both head dims multiples of 16.
 
     Raises:
         UnsupportedError: V is too large for the backward, for which `keep` asks.
@@ -75,23 +41,52 @@ def forward_of(call: Call, *, output_final_state: bool, keep: bool) -> Outputs:
         RuntimeError: A launch was refused.
     """
     if keep:
-        _check_trainable(call)
-    call = call.readable()
-    key = output_final_state, keep, call.layout()
+        _check_trainable(core)
+    core = core.readable()
+    key = output_final_state, keep, core.layout()
     prepared = _forwards.get(key)
     if prepared is None:
-        prepared = Forward(call, output_final_state=output_final_state, keep=keep)
+        prepared = Forward(core, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return prepared(*call.tensors)
+    return prepared(*core.tensors)
 
 
-def backward(
-    call: Call, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool = True
-) -> Gradients:
+def prepare(core: Call, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
+    """`forward` of the tensors of all calls whose tensors lie like these."""
+    options = core[9:]
+
+    def run_any(*tensors: Any) -> Outputs:
+        return forward(Call._make((*tensors, *options)), output_final_state=output_final_state, keep=keep)
+
+    if core.readable() is not core:
+        return run_any
+    if keep:
+        _check_trainable(core)
+    prepared = Forward(core, output_final_state=output_final_state, keep=keep)
+
+    def run(*tensors: Any) -> Outputs:
+        at = starts(*tensors)
+        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
+            return run_any(*tensors)
+        return prepared(*tensors)
+
+    return run
+
+
+def kept_layout(core: Call) -> tuple[int, ...]:
+    """What says how things lie in what the forward of a call leaves with `keep`, beside the call itself: its
+    elements of v's dtype."""
+    shape, scratch = Shape.of(core), Scratch(0)
+    kernel = build.load(instances.KDA)
+    Left.of(kernel, shape.with_offsets(0 if core.cu_seqlens is None else 1), scratch, keep=True)
+    return (scratch.bytes // core.v.itemsize,)
+
+
+def backward(core: Call, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool) -> Gradients:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0: each like its input, None where there is no input.
 
     Args:
-        kept: by `forward_of` of such a call; None: it is made again.
+        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
         do: [B, T, HV, V] gradient of o. dht: of the final state, like the initial one; None: zeros.
         needs_gates: dg, dA_log and ddt_bias are wanted; else they are None.
 
@@ -100,22 +95,19 @@ def backward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    _check_trainable(call)
-    read, dout, last = call.readable(), as_operand(do), as_state(dht)
-    likes = None if read is call else tuple(x.stride() for x in call[:4])
+    _check_trainable(core)
+    read, dout, last = core.readable(), as_operand(do), as_state(dht)
+    likes = None if read is core else tuple(x.stride() for x in core[:4])
     key = needs_gates, likes, dout.stride(), last is None, read.layout()
     prepared = _backwards.get(key)
     if prepared is None:
-        prepared = Backward(call, read, dout, last, needs_gates=needs_gates)
+        prepared = Backward(core, read, dout, last, needs_gates=needs_gates)
         _backwards.keep(key, prepared)
-    if kept is None:
-        _, _, kept = forward_of(read, output_final_state=False, keep=True)
-        assert kept is not None
-    return prepared(call, read, kept, dout, last)
+    return prepared(core, read, kept, dout, last)
 
 
-def _check_trainable(call: Call) -> None:
-    dim_v = call.v.shape[3]
+def _check_trainable(core: Call) -> None:
+    dim_v = core.v.shape[3]
     if dim_v > MOST_TRAINED_V:
         reason = f"V = {dim_v}, with gradients the kernels take {MOST_TRAINED_V}"
         raise UnsupportedError("KDA's backward", reason, "use backend 'triton' or 'reference'")
@@ -126,7 +118,7 @@ class Forward:
 
     def __init__(self, call: Call, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(call)
-        self._device, self._keep = shape.device, keep
+        self._device = shape.device
         of_state = (shape.dim_v, shape.dim_k) if call.state_v_first else (shape.dim_k, shape.dim_v)
         self._last_shape = (shape.sequences, shape.heads, *of_state) if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
@@ -136,6 +128,7 @@ class Forward:
         sizes = shape.with_offsets(at.cu_seqlens)
         left = Left.of(kernel, sizes, scratch, keep=keep)
         self._left_size = scratch.bytes // call.v.itemsize
+        self._kept_layout = (self._left_size,) if keep else None
         o = operand_at(o_at, dense_like(call.v, "meta"))
         self._run = build.launches(
             [
@@ -148,7 +141,7 @@ class Forward:
         )  # fmt: skip
 
     def __call__(self, *tensors: MaybeTensor) -> Outputs:
-        """`forward_of` these tensors, the first ones of a `Call`."""
+        """`forward` of these tensors, the first ones of a `Call`."""
         v = tensors[2]
         assert v is not None
         o = dense_like(v)
@@ -158,7 +151,7 @@ class Forward:
         at = starts(*tensors, o, last, left)
         assert not (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        return o, last, Kept((left,)) if self._keep else None
+        return o, last, Kept((left,), self._kept_layout) if self._kept_layout else None
 
 
 class Backward:
@@ -176,6 +169,7 @@ class Backward:
         dout, dht_at = operand_at(addresses.next(), do), addresses.next(given=dht is not None)
         sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
         left = Left.of(kernel, sizes, kept, keep=True)
+        self._kept_layout = (kept.bytes // call.v.itemsize,)
         results = [Result.like(x, "meta") for x in given[:4]]
         self._are_direct = all(x.is_direct for x in results)
         dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
@@ -211,9 +205,13 @@ class Backward:
             ]
         )  # fmt: skip
 
-    def __call__(self, given: Call, call: Call, kept: Kept, do: Tensor, dht: MaybeTensor) -> Gradients:
+    def __call__(self, given: Call, call: Call, kept: Kept | None, do: Tensor, dht: MaybeTensor) -> Gradients:
         """`backward` of these tensors."""
-        (left,) = kept.tensors
+        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
+        if left is None or left.numel() != self._kept_layout[0]:
+            _, _, kept = forward(call, output_final_state=False, keep=True)
+            assert kept is not None
+            (left,) = kept.tensors
         assert left is not None
         if left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
             left = left.clone(memory_format=torch.contiguous_format)
