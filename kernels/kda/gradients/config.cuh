@@ -57,14 +57,14 @@ template <class T, int kDimK> struct GradientsMemory {
     Factors<kDimK> factors;
     float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
     float bias[kDimK];
-    float rate;
-    float flow[kGroups * 4][kDimK];       // <S, dS'> over a warp's columns of V
-    float strength[kGroups * 4][kChunk];  // sum of U' R' over these
-    float block_sums[kBlocks][kDimK];     // of a block: what dg of all earlier tokens gets
-    float block_flow[kBlocks][kDimK];     // sum of k dK_G e^{b_L - b}
-    float row_dots[2][kParts][kChunk];    // q dq and k dk
+    alignas(16) float flow[kGroups * 4][kDimK];  // <S, dS'> over a warp's columns of V
+    float strength[kGroups * 4][kChunk];         // sum of U' R' over these
+    float block_sums[kBlocks][kDimK];            // of a block: what dg of all earlier tokens gets
+    float block_flow[kBlocks][kDimK];            // sum of k dK_G e^{b_L - b}
+    float row_dots[2][kParts][kChunk];           // q dq and k dk
     float bias_sums[kBlocks][kDimK];
     float rate_sums[kParts][kBlocks];
+    float rate;  // e^{A_log}
     semaphore inputs_arrived, walk_arrived;
 };
 
