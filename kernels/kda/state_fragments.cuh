@@ -1,6 +1,7 @@
 // Where the walks of a training call leave a state per chunk, for the kernel of the gradients: the forward
-// S^T at the chunk's begin, the mirror dS'^T at its end, both rounded to q's type. They lie as they are in the
-// registers of a walker, as fragments of 16 columns of V x 16 of K (rt<T, 16, 16>, rows are columns of V):
+// S^T at the chunk's begin, the mirror dS'^T at its end, both rounded to q's type. They lie as they are in
+// the registers of a walker, as fragments of 16 columns of V x 16 of K (rt<T, 16, 16>, rows are columns of
+// V):
 //   [batch * heads, slots, groups of 64 columns of V, 4 warps, kDimK / 16, 32 lanes] of 16 bytes
 // so that a warp moves 512 bytes in one instruction.
 #pragma once

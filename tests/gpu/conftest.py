@@ -15,6 +15,7 @@ from tfla_tk.backends.tk.channel_gate import backward as gla_backward
 from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
+from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
@@ -80,9 +81,9 @@ def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
     for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path):
         path.plans.clear()
-    for launches in (tk_forward, gla_launch, delta_launch):
+    for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
         launches._forwards.clear()
-    for launches in (tk_backward, gla_backward, delta_launch):
+    for launches in (tk_backward, gla_backward, delta_launch, kda_launch):
         launches._backwards.clear()
 
 

@@ -578,6 +578,13 @@ def kda_forward(tile: int, half: bool, walkers: int) -> Instance:
 
 
 @functools.cache
+def kda_mirror(tile: int, half: bool, walkers: int) -> Instance:
+    """The mirror of that walk, in KDA's backward. Arguments as there."""
+    kernel = f"kda_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _kda(f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", half, kernel)
+
+
+@functools.cache
 def kda_gradients(tile: int, half: bool) -> Instance:
     """What makes the gradients of KDA, of all chunks in parallel."""
     kernel = f"kda_gradients_kernel<{_TYPES[half]}, {tile}>"
@@ -682,4 +689,6 @@ def _kda_instances(half: bool) -> Iterator[Instance]:
     for tile in KDA_TILES:
         yield kda_matrices(tile, half)
         yield kda_gradients(tile, half)
-        yield from (kda_forward(tile, half, walkers) for walkers in (1, 2))
+        for walkers in (1, 2):
+            yield kda_forward(tile, half, walkers)
+            yield kda_mirror(tile, half, walkers)

@@ -13,8 +13,8 @@ void place(KdaMatricesParams& x, const Addresses& at) {
     place(x.left, at);
 }
 
-void place(KdaForwardParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.v, x.o, x.initial, x.last);
+void place(KdaWalkParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.values, x.results, x.entering, x.leaving, x.states);
     place(x.tiles, at);
 }
 
@@ -41,10 +41,12 @@ KdaMatricesParams read_kda_matrices(Arguments& x) {
     return p;
 }
 
-// shape, v, o, tiles, initial, last, v_first, walkers. Address 0 of initial, last: zero, not wanted.
-KdaForwardParams read_kda_forward(Arguments& x) {
-    KdaForwardParams p{read_kda_shape(x), x.operand(), x.operand(), read_tiles(x)};
-    p.initial = x.pointer(), p.last = x.pointer(), p.v_first = x.flag(), p.walkers = x.number();
+// shape, values, results, tiles, entering, leaving, v_first, states, walkers. Address 0 of entering: zero; of
+// leaving, states: not wanted.
+KdaWalkParams read_kda_walk(Arguments& x) {
+    KdaWalkParams p{read_kda_shape(x), x.operand(), x.operand(), read_tiles(x)};
+    p.entering = x.pointer(), p.leaving = x.pointer(), p.v_first = x.flag();
+    p.states = x.pointer<void>(), p.walkers = x.number();
     return p;
 }
 
@@ -54,12 +56,17 @@ std::vector<std::int64_t> tiles_bytes(Arguments& x) {
     return {found.tiles, found.factors, found.matrix};
 }
 
+// shape: bytes of the states of all chunks.
+std::vector<std::int64_t> states_bytes(Arguments& x) { return {kda_states_bytes(read_kda_shape(x))}; }
+
 }  // namespace
 
 inline Launcher functions_of_kda_forward() {
     return {{prepares<&kda_matrices, &read_kda_matrices>("matrices"),
-             prepares<&kda_forward, &read_kda_forward>("forward"),
-             {.name = "tiles_bytes", .tell = &tiles_bytes}},
+             prepares<&kda_forward, &read_kda_walk>("forward"),
+             prepares<&kda_mirror, &read_kda_walk>("mirror"),
+             {.name = "tiles_bytes", .tell = &tiles_bytes},
+             {.name = "states_bytes", .tell = &states_bytes}},
             {}};
 }
 

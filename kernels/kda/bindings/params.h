@@ -8,6 +8,9 @@
 // and over the chunks
 //   X = K_F S    W = V - X    U' = W + A (beta W)    Y = beta U'    O = Q_F S + P Y
 //   S <- e^{b_L} S + K_G^T Y
+// The mirror walks back over the chunks. With dO, and dS' the gradient of the state that leaves a chunk,
+//   R = P^T dO + K_G dS'    R' = R + A^T (beta R)    G = beta R', which is dV
+//   dS = e^{b_L} dS' + Q_F^T dO - K_F^T G
 #pragma once
 
 #include "common/operand.h"
@@ -58,14 +61,19 @@ struct KdaMatricesParams {
     KdaTiles left;                   // written
 };
 
-struct KdaForwardParams {
+// Of a walk over the chunks. Both have the same operands:
+//              values    results          entering                    leaving
+//   forward    v         o                the first state             the last one
+//   mirror     do        R', at first     gradient of the last one    of the first one
+struct KdaWalkParams {
     KdaShape shape;
-    Operand v, o;
+    Operand values, results;  // [B, T, heads, V]
     KdaTiles tiles;
-    const float* initial;  // [N, heads, K, V] or with v_first [N, heads, V, K]; null: zero
-    float* last;           // the same; null: not wanted
+    const float* entering;  // [N, heads, K, V] or with v_first [N, heads, V, K]; null: zero
+    float* leaving;         // the same; null: not wanted
     bool v_first;
-    int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+    void* states;  // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
+    int walkers;   // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
 
 // The parallel half of the backward. With dS' the gradient of the state that leaves a chunk, the mirror walk
@@ -89,10 +97,12 @@ struct KdaGradientsParams {
 };
 
 KdaTilesBytes kda_tiles_bytes(const KdaShape& shape);
+std::int64_t kda_states_bytes(const KdaShape& shape);
 
-// They throw std::runtime_error on a refused launch.
+// All throw std::runtime_error on a refused launch.
 void kda_matrices(const KdaMatricesParams& params, void* stream);
-void kda_forward(const KdaForwardParams& params, void* stream);
+void kda_forward(const KdaWalkParams& params, void* stream);
+void kda_mirror(const KdaWalkParams& params, void* stream);
 void kda_gradients(const KdaGradientsParams& params, void* stream);
 
 }  // namespace tfla_tk

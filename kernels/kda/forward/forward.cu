@@ -1,47 +1,13 @@
 // Host half of KDA's forward: two kernels.
-//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs of
-//   q,
-//                 k, g and beta (matrices/kernel.cuh)
+//   kda_matrices  of every chunk and head, in parallel: the matrices A and P, and all that the walk needs
+//                 of q, k, g and beta (matrices/kernel.cuh)
 //   kda_forward   the walk over the chunks (forward/kernel.cuh)
 // Equations: bindings/params.h.
-#include "common/launch.cuh"
 #include "kda/forward/kernel.cuh"
+#include "kda/launch_walk.cuh"
 #include "kda/matrices/kernel.cuh"
 
 namespace tfla_tk::kda {
-
-// Calls run<T, kDimK>() with the operands' type and the tile that holds K.
-template <class Run> void with_type_and_tile(const KdaShape& s, const char* name, Run run) {
-    with_tile<64, 128>(tile_of_k(s), name, [&]<int kDimK>() {
-        s.half ? run.template operator()<kittens::half, kDimK>()
-               : run.template operator()<kittens::bf16, kDimK>();
-    });
-}
-
-inline TensorMap map_of_keys(const KdaShape& s, const Operand& x) {
-    return TensorMap(x, s.batch, s.heads / s.group, s.seq, s.dim_k, kChunk, s.half);
-}
-// [batch * heads, rows, columns]
-inline TensorMap map_of_left(const KdaShape& s, void* data, int rows, int columns) {
-    const std::int64_t head_stride = static_cast<std::int64_t>(rows) * columns;
-    const int heads = s.batch * s.heads;
-    return TensorMap(Operand{data, head_stride * heads, head_stride, columns}, 1, heads, rows, columns,
-                     kChunk, s.half);
-}
-inline TensorMap map_of_matrices(const KdaShape& s, void* data) {
-    return map_of_left(s, data, slots_of(s) * kChunk, kChunk);
-}
-
-inline TensorMap map_of_values(const KdaShape& s, const Operand& x, int rows) {
-    return TensorMap(x, s.batch, s.heads, s.seq, s.dim_v, rows, s.half);
-}
-// Every chunk as a segment.
-inline Cut every_chunk(const KdaShape& s) {
-    Cut chunks = s.cut;
-    const int slots = slots_of(s);
-    chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
-    return chunks;
-}
 
 template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, cudaStream_t stream) {
     constexpr const char* kName = "kda_matrices";
@@ -67,35 +33,6 @@ template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, c
                                                           s.device, stream, kName);
 }
 
-template <class C> void launch_forward(const KdaForwardParams& p, cudaStream_t stream) {
-    constexpr const char* kName = "kda_forward";
-    constexpr int kColumns = C::kWalkers * kWalkerColumns;
-    const KdaShape& s = p.shape;
-    const DeviceGuard guard(s.device, kName);
-    const int slots = slots_of(s);
-    const ForwardGlobals g{
-        map_of_left(s, p.tiles.tiles, slots * kTiles * kChunk, C::kDimK),
-        map_of_matrices(s, p.tiles.a),
-        map_of_matrices(s, p.tiles.p),
-        map_of_values(s, p.v, kChunk),
-        ResultMaps::of([&](int rows) { return map_of_values(s, p.o, rows); }),
-        p.tiles.factors,
-        s.cut,
-        p.initial,
-        p.last,
-        p.v_first,
-        s.heads,
-        s.seq,
-        slots,
-        s.dim_k,
-        s.dim_v,
-        (s.dim_v + kColumns - 1) / kColumns,
-    };
-    const std::int64_t ctas = static_cast<std::int64_t>(s.cut.segments) * s.heads * g.ctas;
-    launch<kda_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads, s.device,
-                                                            stream, kName);
-}
-
 }  // namespace tfla_tk::kda
 
 namespace tfla_tk {
@@ -108,19 +45,23 @@ KdaTilesBytes kda_tiles_bytes(const KdaShape& shape) {
             chunks * kChunk * kChunk * 2};
 }
 
+std::int64_t kda_states_bytes(const KdaShape& shape) {
+    const std::int64_t chunks = static_cast<std::int64_t>(shape.batch) * shape.heads * kda::slots_of(shape);
+    const int groups = kda::groups_of(shape);
+    return kda::tile_of_k(shape) == 64 ? kda::StateFragments<64>::bytes(chunks, groups)
+                                       : kda::StateFragments<128>::bytes(chunks, groups);
+}
+
 void kda_matrices(const KdaMatricesParams& params, void* stream) {
     kda::with_type_and_tile(params.shape, "kda_matrices", [&]<class T, int kDimK>() {
         kda::launch_matrices<T, kDimK>(params, static_cast<cudaStream_t>(stream));
     });
 }
 
-void kda_forward(const KdaForwardParams& params, void* stream) {
-    kda::with_type_and_tile(params.shape, "kda_forward", [&]<class T, int kDimK>() {
-        const auto s = static_cast<cudaStream_t>(stream);
-        if (params.walkers == 1)
-            kda::launch_forward<kda::ForwardConfig<T, kDimK, 1>>(params, s);
-        else
-            kda::launch_forward<kda::ForwardConfig<T, kDimK, 2>>(params, s);
+void kda_forward(const KdaWalkParams& params, void* stream) {
+    kda::with_walk(params, "kda_forward", [&]<class T, int kDimK, int kWalkers>() {
+        using C = kda::ForwardConfig<T, kDimK, kWalkers>;
+        kda::launch_walk<C, kda::kda_forward_kernel<C>>(params, "kda_forward", stream);
     });
 }
 

@@ -1,39 +1,14 @@
-// The walk of KDA's forward over the chunks: the delta rule's, of what the matrices kernel leaves
-// (bindings/params.h). One CTA owns a (sequence, head, 64 or 128 columns of V):
-//   producer      a warp loads what the matrices kernel has left; one for each walker loads V and stores O
-//   walkers       one or two, the state in registers (walker.cuh)
+// The walk of KDA's forward.
 #pragma once
 
-#include "common/kernel.cuh"
-#include "kda/forward/producer.cuh"
 #include "kda/forward/walker.cuh"
+#include "kda/run_walk.cuh"
 
 namespace tfla_tk::kda {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void kda_forward_kernel(const __grid_constant__ ForwardGlobals g) {
-    TFLA_DEVICE_CODE {
-        extern __shared__ __align__(1024) unsigned char shared_memory[];
-        auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
-        const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-        for (int i = threadIdx.x; i < C::kDimK; i += C::kThreads) smem.ones[i] = 1.f;
-        if (!begin_task<C>(g, smem, blockIdx.x, [&] {
-                g.tiles.prefetch(), g.a.prefetch(), g.p.prefetch(), g.v.prefetch(), g.o.chunk.prefetch();
-            }))
-            return;
-        if (warp < 4) {
-            set_registers<C::kProducerRegisters, C::kThreads, 1>();
-            if (warp == 0 && fresh_laneid() == 0)
-                TilesLoader<C>(g, smem).run();
-            else if (warp >= 2 && warp - 2 < C::kWalkers)
-                load_values_and_store_outputs(g, smem, warp - 2);
-        } else {
-            set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-            WalkerRegisters<C> registers;
-            Walker<C>{g, smem, warp / 4 - 1, registers}.walk();
-        }
-    }
+__global__ __launch_bounds__(C::kThreads, 1) void kda_forward_kernel(const __grid_constant__ WalkGlobals g) {
+    TFLA_DEVICE_CODE { run_walk<ForwardWalker<C>>(g); }
 }
 
 }  // namespace tfla_tk::kda

@@ -1,6 +1,6 @@
 // Host half of the gradients' kernel.
-#include "kda/forward/forward.cu"
 #include "kda/gradients/kernel.cuh"
+#include "kda/launch_walk.cuh"
 
 namespace tfla_tk::kda {
 

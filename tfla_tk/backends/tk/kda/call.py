@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
-from tfla_tk.backends.tk.prepared import are_same
+from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same, operand_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns
+MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
 # cycles of a chunk of the walk with one walker on a multiprocessor and with two: those of the delta rule
 _CYCLES = {1: 1830, 2: 2770}
 # what is made of g: codes of KdaGate
@@ -64,6 +65,11 @@ class Call(NamedTuple):
         if self.lower_bound is not None:
             return _SIGMOID, self.lower_bound
         return _LOG if self.A_log is None else _SOFTPLUS, 0.0
+
+    @property
+    def is_raw(self) -> bool:
+        """The log decay is made of g."""
+        return self.gate[0] != _LOG
 
     def readable(self) -> Call:
         """The call itself where the kernels can take its tensors as they lie, else with copies."""
@@ -142,6 +148,52 @@ class Shape(_Sizes):
         """Those of the forward."""
         tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
         return instances.kda_matrices(tile, self.half), instances.kda_forward(tile, self.half, self.walkers)
+
+    @property
+    def backward_kernels(self) -> tuple[Instance, Instance]:
+        """Those of the backward, but for what adds up dq and dk of heads."""
+        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
+        return instances.kda_mirror(tile, self.half, self.walkers), instances.kda_gradients(tile, self.half)
+
+
+class Left(NamedTuple):
+    """Where the kernels of the forward leave what others read, prepared addresses in one allocation.
+
+    Attributes:
+        tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta.
+        states: that enter chunks, for a backward; 0 for none.
+    """
+
+    tiles: tuple[int, ...]
+    states: int
+
+    @staticmethod
+    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> Left:
+        """Takes the places.
+
+        Args:
+            kernel: what launches the kernels. keep: for a backward.
+        """
+        of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
+        tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
+        return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)
+
+
+def number(call: Call) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses = Addresses()
+    at = [addresses.next(given=x is not None) for x in call.tensors]
+    return Call._make([*at, *call[9:]]), addresses
+
+
+def inputs_at(at: Any, call: Call, dim_k: int) -> tuple[Any, ...]:
+    """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
+    q, k, g = (operand_at(address, x) for address, x in ((at.q, call.q), (at.k, call.k), (at.g, call.g)))
+    return (
+        *(q, k, g, DTYPES[call.g.dtype], beta_at(at.beta, call.beta)),
+        *(per_head_at(at.A_log, call.A_log), per_head_at(at.dt_bias, call.dt_bias, dim_k)),
+        *(*call.gate, call.scale, call.qk_l2norm, call.beta_sigmoid, call.neg_eigval),
+    )
 
 
 def beta_at(address: int, x: Tensor) -> Gate:

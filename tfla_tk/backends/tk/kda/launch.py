@@ -1,21 +1,33 @@
 """KDA by the ThunderKittens kernels, on the current stream.
 
 The forward has two kernels: the matrices kernel makes of every chunk in parallel what the walk needs of q, k,
-g and beta (kernels/kda/bindings/params.h); the walk over the chunks reads that and v alone.
+g and beta (kernels/kda/bindings/params.h); the walk over the chunks reads that and v alone. A training call
+keeps what the first has made, and the states that enter chunks, which its walk leaves then.
+
+The backward has two as well: the mirror of the walk, backward in time, leaves R', of which dv follows, and
+the gradients of the states that leave chunks; with these and the forward's states the kernel of the gradients
+makes those of every chunk in parallel. Heads of v that share a head of q and k have a dq and a dk each, which
+the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.kda.call import Call, Shape, beta_at, per_head_at
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Scratch, operand_at, starts
+from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Call, Left, Shape, inputs_at, number
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPES, MaybeTensor, dense_like
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
+
+Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
+Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def forward(
@@ -49,49 +61,94 @@ def forward(
     call = Call(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, lower_bound, qk_l2norm,
         beta_sigmoid, neg_eigval, state_v_first,
-    ).readable()  # fmt: skip
-    key = output_final_state, call.layout()
+    )  # fmt: skip
+    o, last, _ = forward_of(call, output_final_state=output_final_state, keep=False)
+    return o, last
+
+
+def forward_of(call: Call, *, output_final_state: bool, keep: bool) -> Outputs:
+    """`forward` of a call, and with `keep` what its backward reads.
+
+    Raises:
+        UnsupportedError: V is too large for the backward, for which `keep` asks.
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    if keep:
+        _check_trainable(call)
+    call = call.readable()
+    key = output_final_state, keep, call.layout()
     prepared = _forwards.get(key)
     if prepared is None:
-        prepared = Forward(call, output_final_state=output_final_state)
+        prepared = Forward(call, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
     return prepared(*call.tensors)
+
+
+def backward(
+    call: Call, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool = True
+) -> Gradients:
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0: each like its input, None where there is no input.
+
+    Args:
+        kept: by `forward_of` of such a call; None: it is made again.
+        do: [B, T, HV, V] gradient of o. dht: of the final state, like the initial one; None: zeros.
+        needs_gates: dg, dA_log and ddt_bias are wanted; else they are None.
+
+    Raises:
+        UnsupportedError: V is too large.
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    _check_trainable(call)
+    read, dout, last = call.readable(), as_operand(do), as_state(dht)
+    likes = None if read is call else tuple(x.stride() for x in call[:4])
+    key = needs_gates, likes, dout.stride(), last is None, read.layout()
+    prepared = _backwards.get(key)
+    if prepared is None:
+        prepared = Backward(call, read, dout, last, needs_gates=needs_gates)
+        _backwards.keep(key, prepared)
+    if kept is None:
+        _, _, kept = forward_of(read, output_final_state=False, keep=True)
+        assert kept is not None
+    return prepared(call, read, kept, dout, last)
+
+
+def _check_trainable(call: Call) -> None:
+    dim_v = call.v.shape[3]
+    if dim_v > MOST_TRAINED_V:
+        reason = f"V = {dim_v}, with gradients the kernels take {MOST_TRAINED_V}"
+        raise UnsupportedError("KDA's backward", reason, "use backend 'triton' or 'reference'")
 
 
 class Forward:
     """The forward of calls whose tensors lie alike, as `Call.readable` leaves them."""
 
-    def __init__(self, call: Call, *, output_final_state: bool) -> None:
+    def __init__(self, call: Call, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(call)
-        self._device = shape.device
+        self._device, self._keep = shape.device, keep
         of_state = (shape.dim_v, shape.dim_k) if call.state_v_first else (shape.dim_k, shape.dim_v)
         self._last_shape = (shape.sequences, shape.heads, *of_state) if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
-        addresses = Addresses()
-        at = Call._make([*(addresses.next(given=x is not None) for x in call.tensors), *call[9:]])
+        at, addresses = number(call)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
-        left = Scratch(addresses.next())
+        scratch = Scratch(addresses.next())
         sizes = shape.with_offsets(at.cu_seqlens)
-        of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
-        tiles = tuple(left.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
-        self._left_size = left.bytes // call.v.itemsize
-        q, k, v, g = (operand_at(address, x) for address, x in zip(at[:4], call[:4], strict=True))
+        left = Left.of(kernel, sizes, scratch, keep=keep)
+        self._left_size = scratch.bytes // call.v.itemsize
+        o = operand_at(o_at, dense_like(call.v, "meta"))
         self._run = build.launches(
             [
-                kernel.matrices(
-                    sizes, q, k, g, DTYPES[call.g.dtype], beta_at(at.beta, call.beta),
-                    per_head_at(at.A_log, call.A_log), per_head_at(at.dt_bias, call.dt_bias, shape.dim_k),
-                    *call.gate, call.scale, call.qk_l2norm, call.beta_sigmoid, call.neg_eigval, tiles,
-                ),
+                kernel.matrices(sizes, *inputs_at(at, call, shape.dim_k), left.tiles),
                 kernel.forward(
-                    sizes, v, operand_at(o_at, dense_like(call.v, "meta")), tiles, at.initial_state, last_at,
-                    call.state_v_first, shape.walkers,
+                    sizes, operand_at(at.v, call.v), o, left.tiles, at.initial_state, last_at,
+                    call.state_v_first, left.states, shape.walkers,
                 ),
             ]
         )  # fmt: skip
 
-    def __call__(self, *tensors: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
-        """`forward` of these tensors, the first ones of a `Call`."""
+    def __call__(self, *tensors: MaybeTensor) -> Outputs:
+        """`forward_of` these tensors, the first ones of a `Call`."""
         v = tensors[2]
         assert v is not None
         o = dense_like(v)
@@ -101,7 +158,104 @@ class Forward:
         at = starts(*tensors, o, last, left)
         assert not (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        return o, last
+        return o, last, Kept((left,)) if self._keep else None
+
+
+class Backward:
+    """The backward of calls whose tensors and gradients lie alike.
+
+    Args:
+        given: the call as gradients are like it. call: as `Call.readable` leaves it; so are do and dht.
+    """
+
+    def __init__(self, given: Call, call: Call, do: Tensor, dht: MaybeTensor, *, needs_gates: bool) -> None:
+        shape = Shape.of(call)
+        self._device, self._needs_gates = shape.device, needs_gates
+        kernel = build.load(instances.KDA, *shape.backward_kernels)
+        at, addresses = number(call)
+        dout, dht_at = operand_at(addresses.next(), do), addresses.next(given=dht is not None)
+        sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
+        left = Left.of(kernel, sizes, kept, keep=True)
+        results = [Result.like(x, "meta") for x in given[:4]]
+        self._are_direct = all(x.is_direct for x in results)
+        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        dbeta_at, dh0_at = addresses.next(), addresses.next(given=call.initial_state is not None)
+        # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
+        per_chunk = (shape.batch, shape.heads, shape.slots)
+        wanted = [needs_gates and call.is_raw and x is not None for x in (call.A_log, call.dt_bias)]
+        sizes_of_parts = per_chunk, (*per_chunk, shape.dim_k)
+        self._parts = [size if given else None for size, given in zip(sizes_of_parts, wanted, strict=True)]
+        self._has_empty_slots = call.cu_seqlens is not None
+        of_rate_at, of_bias_at = (addresses.next(given=x is not None) for x in self._parts)
+        scratch = Scratch(addresses.next())
+        state_gradients = scratch.take(kernel.states_bytes(sizes))
+        of_heads, combining = [dq, dk], list[Launch]()
+        if shape.group > 1:
+            size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
+            of_heads = [scratch.take_dense(size, call.q.itemsize) for _ in range(2)]
+            delta_rule = build.load(instances.DELTA_RULE, instances.delta_combine(shape.half))
+            combining = [delta_rule.combine(shape.with_offsets(0), *of_heads, dq, dk, False)]
+        # of q's dtype because that need not be said to torch, which is half of the time
+        self._scratch_size = scratch.bytes // call.q.itemsize
+        self._run = build.launches(
+            [
+                kernel.mirror(
+                    sizes, dout, dv, left.tiles, dht_at, dh0_at, call.state_v_first, state_gradients,
+                    shape.walkers,
+                ),
+                kernel.gradients(
+                    sizes, *inputs_at(at, call, shape.dim_k), left.tiles, operand_at(at.v, call.v),
+                    left.states, state_gradients, dout, dv, *of_heads, dg, dbeta_at, of_bias_at, of_rate_at,
+                ),
+                *combining,
+            ]
+        )  # fmt: skip
+
+    def __call__(self, given: Call, call: Call, kept: Kept, do: Tensor, dht: MaybeTensor) -> Gradients:
+        """`backward` of these tensors."""
+        (left,) = kept.tensors
+        assert left is not None
+        if left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
+            left = left.clone(memory_format=torch.contiguous_format)
+        results = [torch.empty_like(x) for x in given[:4]]
+        written = results if self._are_direct else [Result.of(x).written for x in results]
+        dbeta = call.beta.new_empty(call.beta.shape, dtype=torch.float32)
+        initial = given.initial_state
+        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        make = call.q.new_zeros if self._has_empty_slots else call.q.new_empty
+        parts = [None if size is None else make(size, dtype=torch.float32) for size in self._parts]
+        scratch = call.q.new_empty(self._scratch_size)
+        at = starts(
+            *call.tensors, do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
+            scratch,
+        )  # fmt: skip
+        assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
+        self._run(at, current_stream(self._device))
+        if not self._are_direct:
+            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        *of_operands, dg = results
+        return (
+            *of_operands,
+            dg if self._needs_gates else None,
+            _as(dbeta, given.beta),
+            *map(_total, parts, (given.A_log, given.dt_bias)),
+            None if dh0 is None else dh0.filled(),
+        )
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """x, or where its dtype or strides are not those of `like`, the same numbers in such a tensor."""
+    if x.dtype == like.dtype and x.stride() == like.stride():
+        return x
+    return torch.empty_like(like).copy_(x)
+
+
+def _total(parts: MaybeTensor, like: MaybeTensor) -> MaybeTensor:
+    """The sum of parts [B, HV, slots, ...] over sequences and chunks, like an input [HV ...]."""
+    if parts is None or like is None:
+        return None
+    return _as(parts.sum((0, 2)).flatten(), like)
 
 
 _forwards: Memo[Forward] = Memo()
+_backwards: Memo[Backward] = Memo()
