@@ -50,7 +50,8 @@ template <class T, int kDimK> struct GradientsMemory {
             // Of eight channels and a lane's two rows, as mma.sync has them: first dQ_F, dK_F, dK_G, then the
             // sums for dg over the block's later tokens, dq, dk.
             float4 of_tiles[kParts][kBlocks][kTiles8][3][32];
-            ScoreGradients d_scores, d_erasures;  // dP, dL
+            ScoreGradients d_scores, d_erasures;  // dP without its diagonal, dL
+            float own[kChunk];                    // that diagonal
         } within;
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];
@@ -67,5 +68,10 @@ template <class T, int kDimK> struct GradientsMemory {
     float rate;  // e^{A_log}
     semaphore inputs_arrived, walk_arrived;
 };
+
+// b of a token and channel of a part, once the gates are summed up.
+__device__ inline float b_at(const float (&gates)[kChunk][kPart], int token, int channel) {
+    return gates[token][channel ^ (8 * (token % 4))];
+}
 
 }  // namespace tfla_tk::kda
