@@ -50,22 +50,28 @@ template <class T, int kDimK> struct GradientsMemory {
             // Of eight channels and a lane's two rows, as mma.sync has them: first dQ_F, dK_F, dK_G, then the
             // sums for dg over the block's later tokens, dq, dk.
             float4 of_tiles[kParts][kBlocks][kTiles8][3][32];
-            ScoreGradients d_scores, d_erasures;  // dP, dL
+            ScoreGradients d_scores, d_erasures;  // dP without its diagonal, dL
+            float own[kChunk];                    // that diagonal
         } within;
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];
     Factors<kDimK> factors;
     float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
     float bias[kDimK];
-    float rate;
-    float flow[kGroups * 4][kDimK];       // <S, dS'> over a warp's columns of V
-    float strength[kGroups * 4][kChunk];  // sum of U' R' over these
-    float block_sums[kBlocks][kDimK];     // of a block: what dg of all earlier tokens gets
-    float block_flow[kBlocks][kDimK];     // sum of k dK_G e^{b_L - b}
-    float row_dots[2][kParts][kChunk];    // q dq and k dk
+    alignas(16) float flow[kGroups * 4][kDimK];  // <S, dS'> over a warp's columns of V
+    float strength[kGroups * 4][kChunk];         // sum of U' R' over these
+    float block_sums[kBlocks][kDimK];            // of a block: what dg of all earlier tokens gets
+    float block_flow[kBlocks][kDimK];            // sum of k dK_G e^{b_L - b}
+    float row_dots[2][kParts][kChunk];           // q dq and k dk
     float bias_sums[kBlocks][kDimK];
     float rate_sums[kParts][kBlocks];
+    float rate;  // e^{A_log}
     semaphore inputs_arrived, walk_arrived;
 };
+
+// b of a token and channel of a part, once the gates are summed up.
+__device__ inline float b_at(const float (&gates)[kChunk][kPart], int token, int channel) {
+    return gates[token][channel ^ (8 * (token % 4))];
+}
 
 }  // namespace tfla_tk::kda

@@ -90,12 +90,19 @@ template <class T, int kDimK> struct Results {
             store_row(g.params.dk, row, channel, smem.keys, smem.key_norms[row], 1.f, 1,
                       {dk.x[2 * r], dk.x[2 * r + 1]});
             float2 dg{sums.x[2 * r] + later.x, sums.x[2 * r + 1] + later.y};
+            if (is_closed(row, channel)) dg.x = 0.f;
+            if (is_closed(row, channel + 1)) dg.y = 0.f;
             if (p.gate != KdaGate::log) through_gate(dg, row, channel, of_rate);
             of_bias.x += dg.x, of_bias.y += dg.y;
             store_gates(row, channel, dg);
         }
         const float2 sum{sum_of_rows(of_bias.x), sum_of_rows(of_bias.y)};
         if (lane < 4) delta_rule::write_pair(smem.bias_sums[warp], channel, sum);
+    }
+    // Whether a gate lets through less than 2^-30: sums in fp32 do not resolve the gradient through it.
+    __device__ inline bool is_closed(int row, int channel) const {
+        auto b = [&](int token) { return b_at(smem.gates[group], token, channel % kPart); };
+        return b(row) - (row % kBlock ? b(row - 1) : 0.f) < -30.f;
     }
     // What a token's gates get of later blocks and of the state behind the chunk, S' = e^{b_L} S + K_G^T Y.
     __device__ inline float2 of_later_blocks(int channel) const {

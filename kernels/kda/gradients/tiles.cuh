@@ -193,16 +193,18 @@ template <class T, int kDimK> struct ChannelsOfK {
     // dP by the first warpgroup, dL by the second one.
     __device__ inline void leave_scores(const rt_fl<16, kChunk>& scores) {
         auto& to = part == 0 ? smem.within.d_scores : smem.within.d_erasures;
-        const int lane = fresh_laneid(), strict = part;
+        const int lane = fresh_laneid();
         const float sign = part == 0 ? 1.f : -1.f;
         each<0, 4>([&](int j) {
             each<0, 4>([&](int k) {
                 const int row = 16 * warp + lane / 4 + 8 * (k % 2);
                 const int column = 16 * j + 8 * (k / 2) + 2 * (lane % 4);
-                const int last = row < tokens ? row - strict : -1;
+                const int last = row < tokens ? row : -1;
                 const float2 x = scores.tiles[0][j].data[k];
-                to[row][column] = column <= last ? rounded_to_tf32(sign * x.x) : 0.f;
-                to[row][column + 1] = column + 1 <= last ? rounded_to_tf32(sign * x.y) : 0.f;
+                to[row][column] = column < last ? rounded_to_tf32(sign * x.x) : 0.f;
+                to[row][column + 1] = column + 1 < last ? rounded_to_tf32(sign * x.y) : 0.f;
+                if (part == 0 && row / 2 == column / 2)
+                    smem.within.own[row] = last < 0 ? 0.f : row == column ? x.x : x.y;
             });
         });
     }

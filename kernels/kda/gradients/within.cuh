@@ -96,11 +96,12 @@ template <class T, int kDimK> struct Within {
         if (mild)
             add_mild(c, dq, reads, writers, b);
         else
-            add_levels(c, dq, reads, writers, q, k, b);
+            add_levels(c, dq, reads, writers, b);
         Four of_gates = q * dq;
         of_gates.add_product(k, reads);
         of_gates =
             of_gates.change([&](float x, int r, int e) { return x - k.x[2 * r + e] * writers.x[2 * r + e]; });
+        add_own(dq, writers, q, k);
         const Four dk = reads.change([&](float x, int r, int e) { return x + writers.x[2 * r + e]; });
 #pragma unroll
         for (int e = 0; e < 4; e++) dots[0][e / 2] += q.x[e] * dq.x[e], dots[1][e / 2] += k.x[e] * dk.x[e];
@@ -111,8 +112,7 @@ template <class T, int kDimK> struct Within {
 
     __device__ inline int row_of_result(int r) const { return block * kBlock + lane / 4 + 8 * r; }
     __device__ inline float b_at(int token, int channel) const {
-        const int unit = (channel / 4) ^ (2 * (token % 4));
-        return smem.gates[part][token][4 * unit + channel % 4];
+        return kda::b_at(smem.gates[part], token, channel);
     }
     __device__ inline float total(int of_block, int channel) const {
         return smem.total[part][of_block][channel];
@@ -259,8 +259,8 @@ template <class T, int kDimK> struct Within {
         add_read(of_writers, block, c, bits);
         dq.add_product(by_queries, up), reads.add_product(by_keys, up), writers.add_product(of_writers, down);
     }
-    __device__ inline void add_levels(const Channels& c, Four& dq, Four& reads, Four& writers, const Four& q,
-                                      const Four& k, const Four& b) const {
+    __device__ inline void add_levels(const Channels& c, Four& dq, Four& reads, Four& writers,
+                                      const Four& b) const {
 #pragma unroll 1
         for (int n = kBlock / 2; n > 0; n /= 2) {
             auto bits = [&](int t) {
@@ -277,11 +277,10 @@ template <class T, int kDimK> struct Within {
             dq.add_product(by_queries, factor), reads.add_product(by_keys, factor);
             writers.add_product(of_writers, factor);
         }
-        // a token with itself
-        const Four own = Four().change([&](float, int r, int) {
-            const int token = row_of_result(r);
-            return smem.within.d_scores[token][token];
-        });
+    }
+    // Of a token with itself: no gate is between them.
+    __device__ inline void add_own(Four& dq, Four& writers, const Four& q, const Four& k) const {
+        const Four own = Four().change([&](float, int r, int) { return smem.within.own[row_of_result(r)]; });
         dq.add_product(own, k), writers.add_product(own, q);
     }
 
