@@ -61,7 +61,7 @@ template <class T, int kDimK> struct MatricesMemory {
     float total[kBlocks][kPart], middle[kBlocks][kPart];  // b of the block's last and of its eighth token
     alignas(16) float beta[kChunk];
     float query_factors[kChunk], key_factors[kChunk];  // s r and r, without l2norm s and 1
-    float bias[kDimK];                                 // dt_bias
+    float bias[kDimK];                                 // dt_bias, times the slope of GateScale
     float rate;                                        // e^{A_log}
     semaphore arrived;
 };
