@@ -19,37 +19,44 @@ template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_
     x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
 }
 
-// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. A row is read from
-// memory by a group of lanes, 16 bytes each. NOTES: the rows are on their way to shared memory meanwhile, but
-// there the channels come one part after the other.
+// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. The squares of norms
+// are the diagonal of the products of all rows: a lane has eight channels of rows r = lane / 4 and r + 8, and
+// hands them to mma.sync as its part of both operands, since channels may be counted in any order. NOTES: the
+// rows are on their way to shared memory meanwhile, but there the channels come one part after the other.
 template <class T, int kDimK>
 __device__ inline void write_row_factors(float (&to)[kChunk], const MatricesGlobals& g, const Operand& x,
-                                         const Chunk& chunk, float factor, int warp) {
+                                         const Chunk& chunk, float factor, int block) {
     using T2 = typename base_types::packing<T>::packed_type;
-    constexpr int kLanes = kDimK / 8, kRows = 32 / kLanes;
     const KdaMatricesParams& p = g.params;
-    const int lane = fresh_laneid(), column = lane % kLanes * 8, first = warp * kBlock + lane / kLanes;
+    const int lane = fresh_laneid(), r = lane / 4, first = block * kBlock + r;
     if (!p.l2norm) {
-        if (lane < kBlock) to[warp * kBlock + lane] = factor;
+        if (lane < kBlock) to[block * kBlock + lane] = factor;
         return;
     }
-    const T* const start = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
-                           chunk.head / p.shape.group * x.head_stride +
-                           (chunk.first_row + first) * x.row_stride + column;
-    uint4 row[kBlock / kRows];
+    const T* const rows = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
+                          chunk.head / p.shape.group * x.head_stride +
+                          (chunk.first_row + first) * x.row_stride;
+    float2 upper[2]{}, lower[2]{};  // products with rows 0 to 7 and with rows 8 to 15
 #pragma unroll
-    for (int n = 0; n < kBlock / kRows; n++) {
-        row[n] = {0, 0, 0, 0};
-        if (first + n * kRows < chunk.tokens && column < p.shape.dim_k)
-            row[n] = *reinterpret_cast<const uint4*>(start + n * kRows * x.row_stride);
+    for (int n = 0; n < kDimK / 32; n++) {
+        const int column = 32 * n + lane % 4 * 8;
+        uint4 units[2]{};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (first + 8 * half < chunk.tokens && column < p.shape.dim_k)
+                units[half] = *reinterpret_cast<const uint4*>(rows + 8 * half * x.row_stride + column);
+        const T2 *a = reinterpret_cast<const T2*>(&units[0]), *b = reinterpret_cast<const T2*>(&units[1]);
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            warp::hmma16816(upper[0], upper[1], a[k], b[k], a[k + 1], b[k + 1], a[k], a[k + 1], upper[0],
+                            upper[1]);
+            warp::hmma16816(lower[0], lower[1], a[k], b[k], a[k + 1], b[k + 1], b[k], b[k + 1], lower[0],
+                            lower[1]);
+        }
     }
-#pragma unroll
-    for (int n = 0; n < kBlock / kRows; n++) {
-        float sum = dot<T2>(row[n], row[n]);
-#pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-        if (lane % kLanes == 0) to[first + n * kRows] = factor * rsqrtf(sum + 1e-6f);
-    }
+    if (lane % 4 != r / 2) return;  // has none of the diagonal
+    to[first] = factor * rsqrtf((r % 2 ? upper[0].y : upper[0].x) + 1e-6f);
+    to[first + 8] = factor * rsqrtf((r % 2 ? lower[1].y : lower[1].x) + 1e-6f);
 }
 
 // By a warp; a lane has two tokens.
@@ -62,7 +69,7 @@ __device__ inline void write_betas(float (&to)[kChunk], const MatricesGlobals& g
         const float once = p.beta_sigmoid ? 1.f / (1.f + exp2f(-kLog2e * x)) : x;
         return token < chunk.tokens ? p.beta_double ? 2.f * once : once : 0.f;
     };
-    delta_rule::write_pair(to, token, {strength(given.x, token), strength(given.y, token + 1)});
+    write_pair(to, token, {strength(given.x, token), strength(given.y, token + 1)});
 }
 
 // How an amount of decay follows from a raw gate: as of y = slope g + bias; and its unit in bits.
