@@ -1,12 +1,10 @@
 // What the matrices kernel leaves of a chunk for the walk (KdaTiles in bindings/params.h).
 #pragma once
 
-#include "delta_rule/gates.cuh"
 #include "kda/bindings/params.h"
+#include "sequence/token_factors.cuh"
 
 namespace tfla_tk::kda {
-
-using delta_rule::TokenFactors;
 
 // Q_F, K_F and K_G. NOTES: those of a chunk lie together, so that one tensor map serves all three.
 enum TileOfChunk : int { kQueries, kReads, kWriters, kTiles };

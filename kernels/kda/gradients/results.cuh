@@ -10,20 +10,19 @@ namespace tfla_tk::kda {
 struct GateSlope {
     float of_raw, of_rate;
 
-    // x: the gate plus dt_bias. rate: e^{A_log}.
-    __device__ inline GateSlope(const KdaMatricesParams& p, float x, float rate) : of_raw(1.f), of_rate(0.f) {
+    // y: as GateScale has it. rate: e^{A_log}.
+    __device__ inline GateSlope(const KdaMatricesParams& p, float y, float rate) {
         if (p.gate == KdaGate::softplus) {
-            of_raw = -rate * sigmoid(x);
-            of_rate = -rate * softplus_in_bits(kLog2e * x) / kLog2e;
-        } else if (p.gate == KdaGate::sigmoid) {
-            const float s = sigmoid(rate * x);
-            of_raw = p.lower_bound * rate * s * sigmoid(-rate * x);
-            of_rate = of_raw * x;
+            of_raw = -rate * sigmoid_of_bits(y), of_rate = -rate / kLog2e * softplus_in_bits(y);
+        } else {
+            const float of_y = p.lower_bound * sigmoid_of_bits(y) * sigmoid_of_bits(-y);
+            of_raw = rate * of_y, of_rate = -y / kLog2e * of_y;
         }
     }
 
   private:
-    __device__ static inline float sigmoid(float x) { return 1.f / (1.f + exp2f(-kLog2e * x)); }
+    // 1 / (1 + 2^-y)
+    __device__ static inline float sigmoid_of_bits(float y) { return 1.f / (1.f + exp2f(-y)); }
 };
 
 template <class T, int kDimK> struct Results {
@@ -97,7 +96,7 @@ template <class T, int kDimK> struct Results {
             store_gates(row, channel, dg);
         }
         const float2 sum{sum_of_rows(of_bias.x), sum_of_rows(of_bias.y)};
-        if (lane < 4) delta_rule::write_pair(smem.bias_sums[warp], channel, sum);
+        if (lane < 4) write_pair(smem.bias_sums[warp], channel, sum);
     }
     // Whether a gate lets through less than 2^-30: sums in fp32 do not resolve the gradient through it.
     __device__ inline bool is_closed(int row, int channel) const {
@@ -136,8 +135,9 @@ template <class T, int kDimK> struct Results {
         const KdaMatricesParams& p = g.params.of;
         const Gate raw{p.g.data, p.g.batch_stride, p.g.head_stride, p.g.row_stride, p.g_type};
         const int64_t at = start_of(p.g, row) + channel;
-        const GateSlope first(p, load_gate(raw, at) + smem.bias[channel], smem.rate);
-        const GateSlope second(p, load_gate(raw, at + 1) + smem.bias[channel + 1], smem.rate);
+        const float slope = GateScale(p, smem.rate).slope;
+        const GateSlope first(p, slope * load_gate(raw, at) + smem.bias[channel], smem.rate);
+        const GateSlope second(p, slope * load_gate(raw, at + 1) + smem.bias[channel + 1], smem.rate);
         of_rate += dg.x * first.of_rate + dg.y * second.of_rate;
         dg = {dg.x * first.of_raw, dg.y * second.of_raw};
     }

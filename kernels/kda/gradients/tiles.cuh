@@ -66,8 +66,7 @@ template <class T, int kDimK> struct ColumnsOfV {
                 const float2 x = to_float2(s[2 * half]), dx = to_float2(ds[2 * half]);
                 const float2 y = to_float2(s[2 * half + 1]), dy = to_float2(ds[2 * half + 1]);
                 const float2 sum{sum_of_rows(x.x * dx.x + y.x * dy.x), sum_of_rows(x.y * dx.y + y.y * dy.y)};
-                if (lane < 4)
-                    delta_rule::write_pair(smem.flow[group * 4 + warp], 16 * k + 8 * half + 2 * lane, sum);
+                if (lane < 4) write_pair(smem.flow[group * 4 + warp], 16 * k + 8 * half + 2 * lane, sum);
             });
             store_fragment<T, kRows>(shared_address(&smem.walk.state), row, k, s);
             store_fragment<T, kRows>(shared_address(&smem.walk.state_gradient), row, k, ds);
@@ -127,9 +126,7 @@ template <class T, int kDimK> struct ColumnsOfV {
             store_transposed(place(smem.walk.values[group], j), writes);
             each<0, 2>([&](int half) {
                 const float2 sum{sum_of_rows(dots[half].x), sum_of_rows(dots[half].y)};
-                if (lane < 4)
-                    delta_rule::write_pair(smem.strength[group * 4 + warp], 16 * j + 8 * half + 2 * lane,
-                                           sum);
+                if (lane < 4) write_pair(smem.strength[group * 4 + warp], 16 * j + 8 * half + 2 * lane, sum);
             });
         });
     }

@@ -203,10 +203,10 @@ template <class T, int kDimK> struct Within {
             A a;
             load_a<false>(a, smem.within.d_scores, block, of, step);
             if (level) keep_level(a, step, level);
-            delta_rule::mma_tf32(dq.x, a, keys);
+            mma_tf32(dq.x, a, keys);
             load_a<false>(a, smem.within.d_erasures, block, of, step);
             if (level) keep_level(a, step, level);
-            delta_rule::mma_tf32(reads.x, a, keys);
+            mma_tf32(reads.x, a, keys);
         }
     }
     // Adds what block `of` has read.
@@ -220,11 +220,11 @@ template <class T, int kDimK> struct Within {
             make_queries(x, of, step, c, bits);
             load_a<true>(a, smem.within.d_scores, block, of, step);
             if (level) keep_level(a, step, level);
-            delta_rule::mma_tf32(writers.x, a, x);
+            mma_tf32(writers.x, a, x);
             make_keys(x, of, step, c, bits);
             load_a<true>(a, smem.within.d_erasures, block, of, step);
             if (level) keep_level(a, step, level);
-            delta_rule::mma_tf32(writers.x, a, x);
+            mma_tf32(writers.x, a, x);
         }
     }
 
@@ -297,12 +297,12 @@ template <class T, int kDimK> struct Within {
             }
 #pragma unroll
         for (int e = 0; e < 2; e++) x.x[e] += __shfl_sync(0xffffffff, x.x[2 + e], lane % 4);
-        if (lane < 4) delta_rule::write_pair(smem.block_sums[block], part * kPart + c.out, {x.x[0], x.x[1]});
+        if (lane < 4) write_pair(smem.block_sums[block], part * kPart + c.out, {x.x[0], x.x[1]});
         return x;
     }
     __device__ inline void leave_flow(const Channels& c, const Four& x) const {
         const float2 sum{sum_of_rows(x.x[0] + x.x[2]), sum_of_rows(x.x[1] + x.x[3])};
-        if (lane < 4) delta_rule::write_pair(smem.block_flow[block], part * kPart + c.out, sum);
+        if (lane < 4) write_pair(smem.block_flow[block], part * kPart + c.out, sum);
     }
 };
 

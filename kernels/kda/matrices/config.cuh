@@ -1,9 +1,13 @@
 // Arguments and shared memory of the kernel of the chunk matrices.
 #pragma once
 
+#include "common/sync.cuh"
+#include "common/tiles.cuh"
 #include "common/tma.cuh"
-#include "delta_rule/chunk_matrices/chunk.cuh"
 #include "kda/tiles.cuh"
+#include "sequence/gate_loads.cuh"
+#include "sequence/segments.cuh"
+#include "sequence/triangular_solve.cuh"
 
 namespace tfla_tk::kda {
 
@@ -47,8 +51,8 @@ template <class T> struct MatricesInputs {
 };
 template <class T> struct MatricesResults {
     PanelTile<T, kChunk, kChunk> a, p;
-    alignas(256) delta_rule::UpperRows upper;  // of -L
-    alignas(256) delta_rule::LowerRows lower;
+    alignas(256) UpperRows upper;  // of -L
+    alignas(256) LowerRows lower;
 };
 
 template <class T, int kDimK> struct MatricesMemory {
@@ -61,7 +65,7 @@ template <class T, int kDimK> struct MatricesMemory {
     float total[kBlocks][kPart], middle[kBlocks][kPart];  // b of the block's last and of its eighth token
     alignas(16) float beta[kChunk];
     float query_factors[kChunk], key_factors[kChunk];  // s r and r, without l2norm s and 1
-    float bias[kDimK];                                 // dt_bias
+    float bias[kDimK];                                 // dt_bias, times the slope of GateScale
     float rate;                                        // e^{A_log}
     semaphore arrived;
 };

@@ -25,36 +25,43 @@ template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_
     x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
 }
 
-// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. A row is read from
-// memory by a group of lanes, 16 bytes each. NOTES: the rows are on their way to shared memory meanwhile, but
-// there the channels come one part after the other.
+// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. The squares of norms
+// are the diagonal of the products of all rows: a lane has eight channels of rows r = lane / 4 and r + 8, and
+// hands them to mma.sync as its part of both operands, since channels may be counted in any order. NOTES: the
+// rows are on their way to shared memory meanwhile, but there the channels come one part after the other.
 template <class T, int kDimK>
 __device__ inline void write_row_factors(float (&to)[kChunk], const KdaMatricesParams& p, const Operand& x,
-                                         const Chunk& chunk, float factor, int warp) {
+                                         const Chunk& chunk, float factor, int block) {
     using T2 = typename base_types::packing<T>::packed_type;
-    constexpr int kLanes = kDimK / 8, kRows = 32 / kLanes;
-    const int lane = fresh_laneid(), column = lane % kLanes * 8, first = warp * kBlock + lane / kLanes;
+    const int lane = fresh_laneid(), r = lane / 4, first = block * kBlock + r;
     if (!p.l2norm) {
-        if (lane < kBlock) to[warp * kBlock + lane] = factor;
+        if (lane < kBlock) to[block * kBlock + lane] = factor;
         return;
     }
-    const T* const start = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
-                           chunk.head / p.shape.group * x.head_stride +
-                           (chunk.first_row + first) * x.row_stride + column;
-    uint4 row[kBlock / kRows];
+    const T* const rows = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
+                          chunk.head / p.shape.group * x.head_stride +
+                          (chunk.first_row + first) * x.row_stride;
+    float2 upper[2]{}, lower[2]{};  // products with rows 0 to 7 and with rows 8 to 15
 #pragma unroll
-    for (int n = 0; n < kBlock / kRows; n++) {
-        row[n] = {0, 0, 0, 0};
-        if (first + n * kRows < chunk.tokens && column < p.shape.dim_k)
-            row[n] = *reinterpret_cast<const uint4*>(start + n * kRows * x.row_stride);
+    for (int n = 0; n < kDimK / 32; n++) {
+        const int column = 32 * n + lane % 4 * 8;
+        uint4 units[2]{};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (first + 8 * half < chunk.tokens && column < p.shape.dim_k)
+                units[half] = *reinterpret_cast<const uint4*>(rows + 8 * half * x.row_stride + column);
+        const T2 *a = reinterpret_cast<const T2*>(&units[0]), *b = reinterpret_cast<const T2*>(&units[1]);
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            warp::hmma16816(upper[0], upper[1], a[k], b[k], a[k + 1], b[k + 1], a[k], a[k + 1], upper[0],
+                            upper[1]);
+            warp::hmma16816(lower[0], lower[1], a[k], b[k], a[k + 1], b[k + 1], b[k], b[k + 1], lower[0],
+                            lower[1]);
+        }
     }
-#pragma unroll
-    for (int n = 0; n < kBlock / kRows; n++) {
-        float sum = dot<T2>(row[n], row[n]);
-#pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-        if (lane % kLanes == 0) to[first + n * kRows] = factor * rsqrtf(sum + 1e-6f);
-    }
+    if (lane % 4 != r / 2) return;  // has none of the diagonal
+    to[first] = factor * rsqrtf((r % 2 ? upper[0].y : upper[0].x) + 1e-6f);
+    to[first + 8] = factor * rsqrtf((r % 2 ? lower[1].y : lower[1].x) + 1e-6f);
 }
 
 // By a warp; a lane has two tokens.
@@ -67,28 +74,52 @@ __device__ inline void write_betas(float (&to)[kChunk], const MatricesGlobals& g
         const float once = p.beta_sigmoid ? 1.f / (1.f + exp2f(-kLog2e * x)) : x;
         return token < chunk.tokens ? p.beta_double ? 2.f * once : once : 0.f;
     };
-    delta_rule::write_pair(to, token, {strength(given.x, token), strength(given.y, token + 1)});
+    write_pair(to, token, {strength(given.x, token), strength(given.y, token + 1)});
 }
+
+// How an amount of decay follows from a raw gate: as of y = slope g + bias; and its unit in bits.
+struct GateScale {
+    float slope, unit;
+
+    __device__ inline GateScale(const KdaMatricesParams& p, float rate)
+        : slope(p.gate == KdaGate::sigmoid ? -kLog2e * rate : kLog2e),
+          unit(p.gate == KdaGate::log        ? kLog2e
+               : p.gate == KdaGate::softplus ? rate
+                                             : -kLog2e * p.lower_bound) {}
+};
 
 // What raw gates of a head take, by one warp.
 template <class Memory>
 __device__ inline void write_gate_parameters(Memory& smem, const KdaMatricesParams& p, int head) {
     constexpr int kDimK = sizeof(smem.bias) / sizeof(float);
     const int lane = fresh_laneid();
-    if (lane == 0) smem.rate = p.a_log.data ? expf(load_gate(p.a_log, head * p.a_log.head_stride)) : 1.f;
+    const float rate = p.a_log.data ? expf(load_gate(p.a_log, head * p.a_log.head_stride)) : 1.f;
+    const float slope = GateScale(p, rate).slope;
+    if (lane == 0) smem.rate = rate;
     const int64_t first = head * p.dt_bias.head_stride;
 #pragma unroll
     for (int c = lane; c < kDimK; c += 32)
         smem.bias[c] = p.dt_bias.data && c < p.shape.dim_k
-                           ? load_gate(p.dt_bias, first + c * p.dt_bias.row_stride)
+                           ? slope * load_gate(p.dt_bias, first + c * p.dt_bias.row_stride)
                            : 0.f;
 }
 
-// log2(1 + 2^y). NOTES: by a series where the logarithm would lose the last bits of 2^y.
+// log2(1 + 2^y) to 1e-5 of it. NOTES: by a polynomial that is log2(1 + e) / e for e from 0 to 1: a logarithm
+// would lose the last bits of a small e, and wait for the unit that makes the exponentials.
 __device__ inline float softplus_in_bits(float y) {
+    constexpr float kPolynomial[] = {1.44268292f,   -0.720426154f, 0.469173999f,
+                                     -0.303036038f, 0.146032712f,  -0.0344358393f};
     const float e = exp2f(-fabsf(y));
-    const float series = e * (kLog2e + e * (-kLog2e / 2 + e * (kLog2e / 3)));
-    return fmaxf(y, 0.f) + (e < 1.f / 64 ? series : log2f(1.f + e));
+    float x = kPolynomial[5];
+#pragma unroll
+    for (int n = 4; n >= 0; n--) x = x * e + kPolynomial[n];
+    return x * e + fmaxf(y, 0.f);
+}
+
+__device__ inline float min_or_nan(float x, float y) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
 }
 
 // What a lane has of a block's gates: four channels of its first or of its last eight tokens.
@@ -117,42 +148,39 @@ struct LaneGates {
                      [](float (&x)[kChannels], uint32_t from) { load_short_four<kittens::half>(x, from); });
     }
 
-    // The logs of the decays in bits. bias: of the part's channels.
-    __device__ inline void to_bits(const KdaMatricesParams& p, const float* bias, float rate) {
+    // Amounts of decay of them; none past the block's `tokens`. bias: of the part's channels.
+    __device__ inline void to_amounts(KdaGate gate, float slope, const float* bias, int tokens) {
         float more[kChannels];
         load_four(more, shared_address(&bias[channel]));
-        auto change = [&](auto make) {
-#pragma unroll
-            for (int t = 0; t < kTokens; t++)
-#pragma unroll
-                for (int c = 0; c < kChannels; c++) of[t][c] = make(of[t][c], more[c]);
-        };
-        if (p.gate == KdaGate::log) {
-            change([](float g, float) { return kLog2e * g; });
-        } else if (p.gate == KdaGate::softplus) {
-            change([&](float g, float more) { return -rate * softplus_in_bits(kLog2e * (g + more)); });
-        } else {
-            const float bound = kLog2e * p.lower_bound, slope = -kLog2e * rate;
-            change([&](float g, float more) { return __fdividef(bound, 1.f + exp2f(slope * (g + more))); });
-        }
+        if (gate == KdaGate::log)
+            change([](int, float g, int) { return -g; });
+        else if (gate == KdaGate::softplus)
+            change([&](int, float g, int c) { return softplus_in_bits(slope * g + more[c]); });
+        else
+            change([&](int, float g, int c) { return __fdividef(1.f, 1.f + exp2f(slope * g + more[c])); });
+        if (tokens < kBlock) change([&](int t, float x, int) { return first + t < tokens ? x : 0.f; });
     }
 
-    // Sums over the lane's tokens, of which there are `tokens` in the block; none of a closed gate is less
-    // than -kClosedBits. Returns whether all channels are mild.
-    __device__ inline bool sum(int tokens) {
+    // Sums of the log decays in bits over the lane's tokens. Returns whether all channels are mild.
+    __device__ inline bool sum(float unit) {
+        const float most = __fdividef(kClosedBits, fabsf(unit));
         bool mild = true;
 #pragma unroll
         for (int c = 0; c < kChannels; c++) {
             float sum = 0.f;
 #pragma unroll
-            for (int t = 0; t < kTokens; t++) {
-                const float bits = of[t][c] < -kClosedBits ? -kClosedBits : of[t][c];  // NaN stays NaN
-                sum += first + t < tokens ? bits : 0.f;
-                of[t][c] = sum;
-            }
+            for (int t = 0; t < kTokens; t++) of[t][c] = sum = sum - unit * min_or_nan(of[t][c], most);
             mild = mild && fabsf(sum) <= kMildBits;
         }
         return mild;
+    }
+
+  private:
+    template <class Make> __device__ inline void change(Make make) {
+#pragma unroll
+        for (int t = 0; t < kTokens; t++)
+#pragma unroll
+            for (int c = 0; c < kChannels; c++) of[t][c] = make(t, of[t][c], c);
     }
 };
 
@@ -168,8 +196,9 @@ __device__ inline bool sum_gates(const GatesOfPart& part, const KdaMatricesParam
                                  float rate, int block, int tokens, int lane) {
     LaneGates gates(lane);
     gates.load(part.gates[block * kBlock], p.g_type);
-    gates.to_bits(p, bias, rate);
-    const bool mild = gates.sum(tokens);
+    const GateScale scale(p, rate);
+    gates.to_amounts(p.gate, scale.slope, bias, tokens);
+    const bool mild = gates.sum(scale.unit);
     float before[LaneGates::kChannels];
 #pragma unroll
     for (int c = 0; c < LaneGates::kChannels; c++) {

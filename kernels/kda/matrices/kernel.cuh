@@ -44,15 +44,13 @@ template <class T, int kDimK> struct MatricesMaker {
         const TriangularMatrix erasures(shared_address(&smem.out.upper), shared_address(&smem.out.lower));
         store_scores(scores, erasures);
         __syncthreads();
-        delta_rule::solve_unit_lower<T>(smem.out.a, erasures, smem.beta, warp, [] { __syncthreads(); });
+        solve_unit_lower<T>(smem.out.a, erasures, smem.beta, warp, [] { __syncthreads(); });
         fence_async_proxy();
         __syncthreads();
         store_results();
     }
 
   private:
-    using TriangularMatrix = delta_rule::TriangularMatrix;
-
     __device__ inline void begin() {
         const KdaMatricesParams& p = g.params;
         if (threadIdx.x == 0) {
@@ -88,7 +86,7 @@ template <class T, int kDimK> struct MatricesMaker {
 
     // Steps 1 to 3. NOTES: the lane reread, or the loop over parts keeps all places that follow from it.
     __device__ inline void score_part(Scores& scores, int part) {
-        const BlockOfRows<T, kDimK> rows{smem, warp, fresh_laneid()};
+        const BlockOfRows<T, kDimK> rows(smem, warp, fresh_laneid());
         const int tokens = chunk.tokens - warp * kBlock;
         if (g.packed()) zero_rows_of_others(tokens);
         const bool mild = sum_gates({smem.in.gates, smem.total, smem.middle}, g.params,
@@ -97,7 +95,7 @@ template <class T, int kDimK> struct MatricesMaker {
         if (!mild) score_levels(rows, scores.own);
         __syncthreads();
         if (warp == 0)
-            score_below<1, 2>(BlockOfRows<T, kDimK>{smem, 3, rows.lane}, scores.below, 0);
+            score_below<1, 2>(BlockOfRows<T, kDimK>(smem, 3, rows.lane), scores.below, 0);
         else if (warp == 1)
             score_below<1, 0>(rows, scores.below, 0);
         else
@@ -157,7 +155,7 @@ template <class T, int kDimK> struct MatricesMaker {
                                            j + 1 < last ? eraser * writers.y * k[1] : 0.f};
         }
         store_fragment<T, kChunk>(shared_address(&smem.out.p), row_block * kBlock, block, p);
-        delta_rule::store_erasures(delta_rule::place_of_erasures(erasures, row_block, lane), of_keys, block);
+        store_erasures(place_of_erasures(erasures, row_block, lane), of_keys, block);
     }
 
     // Step 6.

@@ -48,8 +48,10 @@ template <class T, int kDimK> struct TileWriter {
             Four x;
             load_four(x, shared_address(&smem.total[n][channel]));
 #pragma unroll
-            for (int c = 0; c < kChannels; c++)
-                before[c] += n < block ? x[c] : 0.f, later[c] += n > block ? x[c] : 0.f;
+            for (int c = 0; c < kChannels; c++) {
+                if (n < block) before[c] += x[c];
+                if (n > block) later[c] += x[c];
+            }
         }
 #pragma unroll
         for (int c = 0; c < kChannels; c++) before[c] = exp2f(before[c]);

@@ -44,48 +44,51 @@ struct Pairs {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const uint32_t y[2] = {__float_as_uint(b.of[n].x), __float_as_uint(b.of[n].y)};
-            delta_rule::mma_tf32(d[n], x, y);
+            mma_tf32(d[n], x, y);
         }
     }
 };
 
-// 16 rows of q or k, 16 channels.
-template <class T> struct SixteenChannels {
-    using T2 = typename base_types::packing<T>::packed_type;
-    T2 x[4];
-    __device__ inline SixteenChannels(uint32_t tile, int first_row, int step, int lane) {
-        move<T2>::ldsm4(x[0], x[1], x[2], x[3],
-                        tile + panel_offset(first_row + lane % 16, 2 * step + lane / 16));
-    }
-    __device__ inline Rows eight(int i) const { return {{to_float2(x[2 * i]), to_float2(x[2 * i + 1])}}; }
-};
-
-// A block of 16 tokens and 64 channels, as its rows enter the scores.
+// A block of 16 tokens and 64 channels, as a lane takes it for the scores. NOTES: a place is computed once
+// for all channels: 16 channels further a tile's is place ^ 32, and eight channels further that of b.
 template <class T, int kDimK> struct BlockOfRows {
+    using T2 = typename base_types::packing<T>::packed_type;
     MatricesMemory<T, kDimK>& smem;
     int block, lane;
+    uint32_t queries, keys, b;  // places
+
+    __device__ inline BlockOfRows(MatricesMemory<T, kDimK>& smem, int block, int lane)
+        : smem(smem), block(block), lane(lane) {
+        const uint32_t rows = panel_offset(block * kBlock + lane % 16, lane / 16);
+        queries = shared_address(&smem.in.queries) + rows, keys = shared_address(&smem.in.keys) + rows;
+        const int row = block * kBlock + lane / 4;
+        b = shared_address(&smem.in.gates[row]) + 8 * (lane % 4) + 32 * (row % 4);
+    }
 
     // visit(n, q, k, b) of every eight channels, the n-th ones.
     template <int kUnrolled, class Visit> __device__ inline void for_channels(Visit visit) const {
-        const uint32_t queries = shared_address(&smem.in.queries), keys = shared_address(&smem.in.keys);
 #pragma unroll kUnrolled
         for (int step = 0; step < kPart / 16; step++) {
-            const SixteenChannels<T> q(queries, block * kBlock, step, lane);
-            const SixteenChannels<T> k(keys, block * kBlock, step, lane);
+            T2 q[4], k[4];
+            move<T2>::ldsm4(q[0], q[1], q[2], q[3], queries ^ 32 * step);
+            move<T2>::ldsm4(k[0], k[1], k[2], k[3], keys ^ 32 * step);
 #pragma unroll
-            for (int i = 0; i < 2; i++) visit(2 * step + i, q.eight(i), k.eight(i), load_b(2 * step + i));
+            for (int i = 0; i < 2; i++) {
+                const int n = 2 * step + i;
+                const uint32_t at = b ^ 32 * n;
+                visit(n, eight(q, i), eight(k, i),
+                      Rows{{load_pair(at), load_pair(at + 8 * kPart * sizeof(float))}});
+            }
         }
     }
     // The lane's two of eight channels.
     __device__ inline float2 of_channels(const float (&x)[kPart], int n) const {
-        return delta_rule::load_pair(shared_address(&x[8 * n + lane % 4 * 2]));
+        return load_pair(shared_address(&x[8 * n + lane % 4 * 2]));
     }
 
   private:
-    __device__ inline Rows load_b(int n) const {
-        const int row = block * kBlock + lane / 4, unit = (2 * n + lane % 4 / 2) ^ (2 * (row % 4));
-        const uint32_t at = shared_address(&smem.in.gates[row][4 * unit + lane % 2 * 2]);
-        return {{delta_rule::load_pair(at), delta_rule::load_pair(at + 8 * kPart * 4)}};
+    __device__ static inline Rows eight(const T2 (&x)[4], int i) {
+        return {{to_float2(x[2 * i]), to_float2(x[2 * i + 1])}};
     }
 };
 
