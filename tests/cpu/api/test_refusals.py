@@ -111,7 +111,7 @@ BAD = [
          (GATED,)),
     *bad("allow_neg_eigval", lambda x: True, "allow_neg_eigval: expected False without use_beta_sigmoid",
          families=(GATED,)),
-    *bad("cp_context", lambda x: object(), "cp_context: expected None .*fla.ops.gated_delta_rule.*got object",
+    *bad("cp_context", lambda x: object(), "cp_context: expected None .*fla.s own.*got object",
          families=(GATED,)),
     *(case for name in ("g", "state_v_first", "use_gate_in_kernel", "allow_neg_eigval", "cp_context")
       for case in bad(name, lambda x: None, f"unexpected keyword argument '{name}'", TypeError, (UNGATED,))),

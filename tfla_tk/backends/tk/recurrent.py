@@ -65,7 +65,7 @@ def _of_state(call: LinearCall) -> Support | None:
 
 def _key(call: LinearCall) -> tuple[int, bool, bool, bool, torch.dtype]:
     delta_rule, dtype = isinstance(call, DeltaRuleCall), call.state_in_place or torch.float32
-    return call.dim_qk, call.state_v_first, call.gate == "channel", delta_rule, dtype
+    return call.dim_qk, call.state_v_first, call.by_channel, delta_rule, dtype
 
 
 def _kernels_of(
