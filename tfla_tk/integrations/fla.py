@@ -10,10 +10,10 @@
 `accelerate` puts a function of the same arguments in the place of fla's own, in every module that is loaded:
 wherever an attribute is fla's function. What is imported from fla later finds it, too. References that are no
 attributes of modules (in a list, a closure, a class) keep fla's function. Those of the gated delta rule and
-of chunk_kda, such as Hugging Face's, are reached all the same. For chunk_gated_delta_rule and chunk_kda
+of KDA, such as Hugging Face's, are reached all the same. For chunk_gated_delta_rule and chunk_kda
 `accelerate` registers a backend with fla, unless fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1).
-fused_recurrent_gated_delta_rule looks up an autograd function in its module at every call, which `accelerate`
-replaces.
+fused_recurrent_gated_delta_rule and fused_recurrent_kda look up in their modules at every call what computes
+them, an autograd function and a function, which `accelerate` replaces.
 
 A call that the kernels cannot serve goes to fla's own function, and so does one whose arguments do not pass
 this package's checks: fla says what is wrong with them, or takes them. On a CPU, where fla's functions cannot
@@ -71,8 +71,11 @@ FUNCTIONS = {
 # those for which fla takes backends of others: what checks a call
 _DISPATCHED = {"chunk_gated_delta_rule": check_gated_delta_rule, "chunk_kda": check_chunk_kda}
 _OPERATIONS = {"chunk_gated_delta_rule": "gated_delta_rule"}  # their names there; others are known themselves
-_APPLIED = "fused_recurrent_gated_delta_rule"  # the one whose autograd function is replaced, too
-_FUNCTION = "FusedRecurrentFunction"  # the name of that in fla's module
+# those that are replaced further in, too: the name in fla's module of what they look up there
+_APPLIED = {
+    "fused_recurrent_gated_delta_rule": "FusedRecurrentFunction",
+    "fused_recurrent_kda": "fused_recurrent_kda_fwd",
+}
 
 # options that callers of fla pass as None, or as numbers, for False and True
 _FLAGS = (
@@ -100,6 +103,8 @@ for _name in FUNCTIONS:
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
 # refuse keywords that they do not read; the others ignore them
 _WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")
+# ignore head_first, which was a flag of the others
+_WITH_HEAD_FIRST = ("chunk_kda", *(name for name in FUNCTIONS if name.startswith("fused_recurrent_")))
 # fla's former name of state_v_first, and the functions that still take it
 _OLD_V_FIRST = "transpose_state_layout"
 _TAKE_OLD_NAME = (
@@ -267,8 +272,8 @@ def _current(name: str) -> list[Callable[..., Any]]:
         raise ImportError(told) from error
     defining = sys.modules.get(fla_own.original(function).__module__)
     found = [function, getattr(defining, name, function)]
-    if name == _APPLIED and hasattr(defining, _FUNCTION):
-        found.append(getattr(defining, _FUNCTION))
+    if name in _APPLIED and hasattr(defining, _APPLIED[name]):
+        found.append(getattr(defining, _APPLIED[name]))
     return found
 
 
@@ -290,31 +295,41 @@ def _rebind(present: Any, wanted: Any) -> list[str]:
 
 
 def _in_place_of(name: str, own: Callable[..., Any]) -> Any:
-    """The function for the place of fla's own, or of its autograd function."""
+    """The function for the place of fla's own, or of what it looks up."""
     if isinstance(own, type):
-        return _Applied(own)
+        return _Applied(name, own)
+    is_inner = getattr(own, "__name__", "") == _APPLIED.get(name)
 
     # not the attributes: they keep torch.compile out of fla's function
     @functools.wraps(own, updated=())
     def function(*args: Any, **kwargs: Any) -> Any:
+        if is_inner and not _is_plain_step(args, kwargs):
+            return own(*args, **kwargs)
         return _serve(name, own, args, kwargs)
 
     setattr(function, fla_own.ORIGINAL, own)
     return function
 
 
+def _is_plain_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of fused_recurrent_kda_fwd is such as fused_recurrent_kda makes."""
+    others = ("ssm_state_indices", "num_accepted_tokens", "out")
+    in_place = kwargs.get("inplace_final_state", True)
+    return not (args or in_place or any(kwargs.get(other) is not None for other in others))
+
+
 class _Applied:
     """In the place of an autograd function of fla's: serves what it is applied to."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, name: str, own: Any) -> None:
         setattr(self, fla_own.ORIGINAL, own)
-        self._own = own
+        self._name, self._own = name, own
         self._names = tuple(inspect.signature(own.forward).parameters)[1:]  # without ctx
 
     def apply(self, *args: Any) -> Any:
         options = dict(zip(self._names, args, strict=False))
         options["use_gate_in_kernel"] = options.get("A_log") is not None
-        return _serve(_APPLIED, lambda **_: self._own.apply(*args), (), options)
+        return _serve(self._name, lambda **_: self._own.apply(*args), (), options)
 
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,7 +394,7 @@ def _as_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         return None
     others = [key for key in options if key not in read]
     if others:
-        if name in _WITHOUT_OTHERS or ("head_first" in others and name.startswith("chunk_")):
+        if name in _WITHOUT_OTHERS or ("head_first" in others and name not in _WITH_HEAD_FIRST):
             return None
         if name in _TAKE_OLD_NAME and _OLD_V_FIRST in others:
             if options.get("state_v_first"):
