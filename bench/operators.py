@@ -261,9 +261,10 @@ def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Oper
         gate_parameters: its log decay is made of g by A_log and dt_bias, too.
     """
     assert operator.recurrent is not None
+    inputs: Any = operator.inputs
     return replace(
         operator,
-        inputs=partial(operator.inputs, raw=True, gate_parameters=gate_parameters),
+        inputs=partial(inputs, raw=True, gate_parameters=gate_parameters),
         truth=_raw_delta_rule(operator.truth),
         recurrent=_raw_delta_rule(operator.recurrent),
         options=RAW | (GATE_PARAMETERS if gate_parameters else {}),
