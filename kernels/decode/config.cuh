@@ -9,8 +9,6 @@ enum class Layout { v_first, k_first };
 enum class Decay { scalar, channel };  // a number per head, or one per key channel
 enum class Write { plain, delta };
 
-constexpr int kMostPasses = 4;  // slices of V that a CTA takes, one after the other
-
 template <Layout kLayout, int K> struct Part;
 
 // A warp owns rows of the state, each of K numbers. kLanes lanes hold a row, kWords words of four each; a
@@ -20,10 +18,12 @@ template <int K> struct Part<Layout::v_first, K> {
     static constexpr int kLanes = K == 64 ? 16 : K == 96 ? 8 : 32;
     static constexpr int kWords = K / (4 * kLanes);
     static constexpr int kRows = K == 96 ? 2 : K == 256 ? 4 : 8;
-    static constexpr int kSide = 32 / kLanes;  // rows side by side in a warp
-    static constexpr int kThreads = 128;
+    static constexpr int kSide = 32 / kLanes;         // rows side by side in a warp
     static constexpr int kWarpSlice = kRows * kSide;  // columns of V, which are rows of the state
-    static constexpr int kSlice = kWarpSlice * (kThreads / 32);
+
+    // Warps need nothing of each other, so that with one token each is a CTA.
+    static constexpr int threads_for(int tokens) { return tokens == 1 ? 32 : 128; }
+    static constexpr int slice_of(int threads) { return kWarpSlice * (threads / 32); }
 
     // Of a key in shared memory.
     __host__ __device__ static constexpr int place(int key) { return key; }
@@ -32,10 +32,12 @@ template <int K> struct Part<Layout::v_first, K> {
 // A CTA owns a slice of columns with all K rows: a thread has eight rows and four columns of a pass, kLanes
 // lanes are side by side.
 template <int K> struct Part<Layout::k_first, K> {
-    static constexpr int kLanes = K == 256 ? 4 : 8;  // 64 or 128 bytes of a row of an fp32 state
-    static constexpr int kRows = 8, kSlice = 4 * kLanes;
-    static constexpr int kThreads = K * kLanes / kRows;
+    static constexpr int kLanes = 8;  // 128 bytes of a row of an fp32 state
+    static constexpr int kRows = 8;
     static constexpr int kStep = K / kRows;  // between two rows of a thread
+
+    static constexpr int threads_for(int) { return K * kLanes / kRows; }
+    static constexpr int slice_of(int) { return 4 * kLanes; }
 
     // The eight keys of a thread are neighbours.
     __host__ __device__ static constexpr int place(int key) { return key % kStep * kRows + key / kStep; }
@@ -50,10 +52,21 @@ template <Layout kLayout_, class State_, Decay kDecay_, Write kWrite_, int K_, i
     static constexpr int kTokens = kTokens_;  // 1: of every entry, or kDecodeTokens: of a turn
     static_assert(kTokens == 1 || kTokens == kDecodeTokens);
     using Part = decode::Part<kLayout, K>;
+    static constexpr int kThreads = Part::threads_for(kTokens);
+    static constexpr int kSlice = Part::slice_of(kThreads);  // columns of V of a pass
 
-    // CTAs per multiprocessor: 20 warps of 96 registers per thread with one token, 16 of 128 with several, so
-    // that nothing spills. 64 to 80 kB of an fp32 state are in flight.
-    static constexpr int kCtas = (kTokens == 1 ? 20 : 16) * 32 / Part::kThreads;
+    // With several tokens a CTA takes several slices, one after the other, and the next one comes into shared
+    // memory during the tokens of this one. NOTES: with a decay per channel that is 10 % slower.
+    static constexpr bool kStaged = kTokens > 1 && kDecay == Decay::scalar;
+    static constexpr int kMostPasses = kTokens == 1 ? 1 : kStaged ? 3 : 4;
+
+    // Warps per multiprocessor, as many as do not spill: 24 have 80 registers per thread, 20 have 96, 16 have
+    // 128.
+    static constexpr bool kMany =
+        sizeof(State) == 4 && (kWrite == Write::plain || (kDecay == Decay::scalar && K < 256));
+    static constexpr int kWarpsOfOne = kMany ? 24 : K == 96 ? 16 : 20;
+    static constexpr int kWarps = kTokens == 1 ? kWarpsOfOne : (kStaged && kMany) ? 20 : 16;
+    static constexpr int kCtas = kWarps * 32 / kThreads;
 };
 
 }  // namespace tfla_tk::decode

@@ -11,13 +11,14 @@ namespace tfla_tk::decode {
 template <class C> struct KFirst {
     using State = typename C::State;
     using P = typename C::Part;
-    static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
+    static constexpr int K = C::K, T = C::kTokens, kWarps = C::kThreads / 32;
     static constexpr int L = P::kLanes, R = P::kRows, kSide = 32 / L;
     static constexpr bool kDelta = C::kWrite == Write::delta;
 
     struct Memory {
         Tokens<C> tokens;
         float4 keys[2][kWarps][L], queries[2][kWarps][L];  // S^T k and S^T q over a warp's rows
+        Four<State> staged[C::kStaged ? R : 1][C::kStaged ? C::kThreads : 1];
     };
 
     const DecodeParams& p;
@@ -28,8 +29,8 @@ template <class C> struct KFirst {
     std::int64_t out;
     const State* from;
     State* to;
-    std::int64_t stride;  // between two rows of a thread
-    Four<State> words[R];
+    std::int64_t stride;   // between two rows of a thread
+    Four<State> words[R];  // of the pass to come, where they are not staged
     int set = 0;
 
     __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes, int start)
@@ -43,8 +44,8 @@ template <class C> struct KFirst {
           column(lane % L),
           row(warp * kSide + lane / L),
           head(blockIdx.y),
-          slice(blockIdx.x * passes * P::kSlice),
-          count(passes * P::kSlice),
+          slice(blockIdx.x * passes * C::kSlice),
+          count(passes * C::kSlice),
           stride(static_cast<std::int64_t>(P::kStep) * p.dim_v) {}
 
     // Whether the entry has no more tokens than this turn takes.
@@ -78,16 +79,15 @@ template <class C> struct KFirst {
 #pragma unroll 1
         for (int pass = 0; pass < passes; pass++) {
             float s[R][4];
-#pragma unroll
-            for (int r = 0; r < R; r++) widen<State>(s[r], words[r]);
+            take_state(s);
             const bool more = pass + 1 < passes;
-            // NOTES: of fp32 behind the stores, since it takes the registers of s
-            if (sizeof(State) < 4 && more) load_state();
+            if (C::kStaged && more) load_state();
 #pragma unroll 1
             for (int t = 0; t < tokens; t++) step(s, pass, t);
             store_state(s);
-            out += P::kSlice;
-            if (sizeof(State) == 4 && more) load_state();
+            out += C::kSlice;
+            // NOTES: behind the stores, since the words take the registers of s
+            if (!C::kStaged && more) load_state();
         }
     }
 
@@ -95,7 +95,7 @@ template <class C> struct KFirst {
 #pragma unroll 1
         for (int t = 0; t < tokens; t++)
 #pragma unroll 1
-            for (int n = threadIdx.x; n < count; n += P::kThreads)
+            for (int n = threadIdx.x; n < count; n += C::kThreads)
                 store_output(p, out + t * p.o.token_stride + n, 0.f);
     }
 
@@ -104,14 +104,31 @@ template <class C> struct KFirst {
             const State* at = from;
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                words[r] = load_four(at);
+                if constexpr (C::kStaged)
+                    copy_four(&memory.staged[r][threadIdx.x], at);
+                else
+                    words[r] = load_four(at);
                 advance(at, stride);
             }
         } else {
 #pragma unroll
-            for (int r = 0; r < R; r++) words[r] = {};
+            for (int r = 0; r < R; r++) {
+                if constexpr (C::kStaged)
+                    memory.staged[r][threadIdx.x] = {};
+                else
+                    words[r] = {};
+            }
         }
-        from += P::kSlice;
+        from += C::kSlice;
+    }
+
+    __device__ inline void take_state(float (&s)[R][4]) {
+        if constexpr (C::kStaged) wait_for_copies();
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if constexpr (C::kStaged) words[r] = memory.staged[r][threadIdx.x];
+            widen<State>(s[r], words[r]);
+        }
     }
 
     __device__ inline void store_state(const float (&s)[R][4]) {
@@ -123,7 +140,7 @@ template <class C> struct KFirst {
                 advance(at, stride);
             }
         }
-        to += P::kSlice;
+        to += C::kSlice;
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
@@ -143,12 +160,12 @@ template <class C> struct KFirst {
         const int mine = column * 4 + lane / 8;
         float* const key_sums = reinterpret_cast<float*>(&memory.keys[set][0][0]);
         float* const query_sums = reinterpret_cast<float*>(&memory.queries[set][0][0]);
-        if constexpr (kDelta) key_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
-        query_sums[warp * P::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
+        if constexpr (kDelta) key_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
+        query_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
         if constexpr (kDelta) __syncthreads();
 
         float u[4];
-        widen<float>(u, *reinterpret_cast<const float4*>(&memory.tokens.v[t][pass * P::kSlice + column * 4]));
+        widen<float>(u, *reinterpret_cast<const float4*>(&memory.tokens.v[t][pass * C::kSlice + column * 4]));
         if constexpr (kDelta) {
             float sum[4] = {};
 #pragma unroll
@@ -171,10 +188,10 @@ template <class C> struct KFirst {
             round_between_tokens<C>(s[r]);
         }
         if constexpr (!kDelta) __syncthreads();
-        if (warp == 0 && lane % 8 < L) {  // of four lanes side by side, pairs have the same column
+        if (warp == 0) {
             float sum = 0.f;
 #pragma unroll
-            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * P::kSlice + mine]);
+            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * C::kSlice + mine]);
             const int e = lane / 8;
             const float of_column = e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3];
             store_output(p, out + t * p.o.token_stride + mine,

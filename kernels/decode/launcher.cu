@@ -12,12 +12,12 @@ constexpr const char* kName = "decode";
 template <class Run> void with_tile_of(int dim_k, Run run) { with_tile<64, 96, 128, 256>(dim_k, kName, run); }
 
 // Slices of V that a CTA takes, one after the other: more amortise what precedes them, but only where two
-// waves of CTAs are left. Results do not depend on it.
+// CTAs are left for each multiprocessor. Results do not depend on it.
 template <class C> int passes_of(const DecodeParams& p, int slices) {
     const std::int64_t heads = static_cast<std::int64_t>(p.batch) * p.value_heads;
-    const std::int64_t wanted = std::int64_t{2} * C::kCtas * multiprocessors_of(p.device, kName);
+    const std::int64_t wanted = std::int64_t{2} * multiprocessors_of(p.device, kName);
     int passes = 1;
-    for (int n = 2; n <= kMostPasses; n++)
+    for (int n = 2; n <= C::kMostPasses; n++)
         if (slices % n == 0 && heads * (slices / n) >= wanted) passes = n;
     return passes;
 }
@@ -48,12 +48,12 @@ inline DecodeParams from_entry(DecodeParams p, int entry) {
 // A grid holds 65,535 batch entries; more take several launches.
 template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream) {
     constexpr int kMost = 65535;
-    const int slices = p.dim_v / C::Part::kSlice, passes = passes_of<C>(p, slices);
+    const int slices = p.dim_v / C::kSlice, passes = passes_of<C>(p, slices);
     for (int first = 0; first < p.batch; first += kMost) {
         const int entries = std::min(kMost, p.batch - first);
         launch<decode_kernel<C>>(Globals{from_entry(p, first), passes},
-                                 dim3(slices / passes, p.value_heads, entries), C::Part::kThreads, p.device,
-                                 stream, kName);
+                                 dim3(slices / passes, p.value_heads, entries), C::kThreads, p.device, stream,
+                                 kName);
     }
 }
 
@@ -94,11 +94,15 @@ template <Layout kLayout> void launch_layout(const DecodeParams& p, cudaStream_t
 
 namespace tfla_tk {
 
+template <decode::Layout kLayout, int K>
+constexpr int columns_of =
+    decode::Part<kLayout, K>::slice_of(decode::Part<kLayout, K>::threads_for(kDecodeTokens));
+
 int decode_columns(int dim_k, bool v_first) {
     int columns = 0;
     decode::with_tile_of(dim_k, [&]<int K>() {
-        columns = v_first ? decode::Part<decode::Layout::v_first, K>::kSlice
-                          : decode::Part<decode::Layout::k_first, K>::kSlice;
+        using decode::Layout;
+        columns = v_first ? columns_of<Layout::v_first, K> : columns_of<Layout::k_first, K>;
     });
     return columns;
 }

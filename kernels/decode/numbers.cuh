@@ -22,6 +22,25 @@ template <class State> __device__ inline void store_four(State* to, Four<State> 
     __stcg(reinterpret_cast<Four<State>*>(to), x);
 }
 
+// Copies four neighbours to shared memory. The thread that asked for them, and no other, finds them there
+// behind wait_for_copies.
+template <class State> __device__ inline void copy_four(Four<State>* to, const State* from) {
+#ifdef __CUDA_ARCH__
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (sizeof(State) == 4)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
+#else
+    *to = load_four(from);
+#endif
+}
+__device__ inline void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 template <class Half> __device__ inline float2 widen_pair(unsigned bits) {
     if constexpr (std::is_same_v<Half, __half>)
         return {__half2float(__ushort_as_half(bits & 0xffff)), __half2float(__ushort_as_half(bits >> 16))};

@@ -24,11 +24,11 @@ struct Entry {
     }
 };
 
-// In shared memory. A warp of V-first that takes one token has its own, and v in registers.
+// In shared memory. A warp of V-first that takes one token has v in registers.
 template <class C> struct alignas(16) Tokens {
     static constexpr bool kChannel = C::kDecay == Decay::channel;
     static constexpr bool kHasValues = C::kLayout == Layout::k_first || C::kTokens > 1;
-    static constexpr int kValues = kHasValues ? kMostPasses * C::Part::kSlice : 4;
+    static constexpr int kValues = kHasValues ? C::kMostPasses * C::kSlice : 4;
     float k[C::kTokens][C::K], q[C::kTokens][C::K];  // by Part::place
     float channel[kChannel ? C::kTokens : 1][kChannel ? C::K : 4];
     float v[C::kTokens][kValues];

@@ -5,12 +5,12 @@
 
 namespace tfla_tk::decode {
 
-// With one token each warp prepares it for itself, without a barrier of the CTA. Otherwise each token is
-// prepared by one warp, and one barrier follows, behind the loads in flight.
+// With one token a warp is a CTA. Otherwise each token is prepared by one warp, and one barrier follows,
+// behind the loads in flight.
 template <class C> struct VFirst {
     using State = typename C::State;
     using P = typename C::Part;
-    static constexpr int K = C::K, T = C::kTokens, kWarps = P::kThreads / 32;
+    static constexpr int K = C::K, T = C::kTokens;
     static constexpr int L = P::kLanes, R = P::kRows, W = P::kWords;
     static constexpr int kPerRow = L / R;  // lanes that have the sums of one row
     static constexpr bool kShared = T > 1;
@@ -18,7 +18,8 @@ template <class C> struct VFirst {
     static_assert(R <= L);
 
     struct Memory {
-        Tokens<C> tokens[kShared ? 1 : kWarps];
+        Tokens<C> tokens;
+        Four<State> staged[C::kStaged ? R * W : 1][C::kStaged ? C::kThreads : 1];
     };
 
     const DecodeParams& p;
@@ -26,13 +27,13 @@ template <class C> struct VFirst {
     const Entry entry;
     const bool goes_on;  // behind a turn that has written the state
     const int passes, lane, warp, sub, side, head, slice;
-    const int own;            // the row whose sums this lane gets
-    const bool writes;        // its numbers of o
-    std::int64_t out, value;  // of o and v, for that row
+    const int own;      // the row whose sums this lane gets
+    const bool writes;  // its numbers of o
+    std::int64_t out;   // of o, for that row
     const State* from;
     State* to;
-    Four<State> words[R][W];
-    unsigned own_value;  // of v, of one token
+    Four<State> words[R][W];  // of the pass to come, where they are not staged
+    unsigned own_value;       // of v, of one token
 
     __device__ inline VFirst(const DecodeParams& p, Memory& memory, int passes, int start)
         : p(p),
@@ -45,7 +46,7 @@ template <class C> struct VFirst {
           sub(lane % L),
           side(lane / L),
           head(blockIdx.y),
-          slice(blockIdx.x * passes * P::kSlice + warp * P::kWarpSlice),
+          slice(blockIdx.x * passes * C::kSlice + warp * P::kWarpSlice),
           own(slice + sub / kPerRow * P::kSide + side),
           writes(sub % kPerRow == 0) {}
 
@@ -57,43 +58,33 @@ template <class C> struct VFirst {
         const int tokens = T == 1 ? 1 : min(T, entry.tokens);
         // what does not depend on the slot is in flight while it is
         RawToken<C> raw;
-        const int first = kShared ? warp : 0;
-        if (first < tokens) raw.load(p, entry, first, head, first_column(), passes * P::kSlice, lane);
+        if (warp < tokens) raw.load(p, entry, warp, head, first_column(), passes * C::kSlice, lane);
         out = start_of(p.o, entry.batch, entry.first, head) + own;
-        value = start_of(p.v, entry.batch, entry.first, head) + own;
         if (slot < 0) return store_zeros(tokens);
 
         const std::int64_t element = (static_cast<std::int64_t>(head) * p.dim_v + slice + side) * K + sub * 4;
         const StatePool& before = goes_on ? p.after : p.before;
         from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
         to = static_cast<State*>(p.after.data) + slot * p.after.slot_stride + element;
-        if constexpr (!kShared) load_value();  // before the state: in fp32 it waits for the token's bits
+        // before the state: in fp32 it waits for the token's bits
+        if constexpr (!kShared)
+            own_value = load_bits(p.v.data, p.v.dtype, start_of(p.v, entry.batch, entry.first, head) + own);
         load_state();
-        Tokens<C>& prepared = memory.tokens[kShared ? 0 : warp];
-        if (first < tokens) raw.finish(p, prepared, first, passes * P::kSlice, lane);
-        if constexpr (kShared)
-            __syncthreads();
-        else
-            __syncwarp();
+        if (warp < tokens) raw.finish(p, memory.tokens, warp, passes * C::kSlice, lane);
+        __syncthreads();
 
 #pragma unroll 1
         for (int pass = 0; pass < passes; pass++) {
             float s[R][W][4];
-#pragma unroll
-            for (int r = 0; r < R; r++)
-#pragma unroll
-                for (int w = 0; w < W; w++) widen<State>(s[r][w], words[r][w]);
+            take_state(s);
             const bool more = pass + 1 < passes;
-            // NOTES: of fp32 behind the stores, since it takes the registers of s
-            if (sizeof(State) < 4 && more) load_state();
+            if (C::kStaged && more) load_state();
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) step(prepared, s, pass, t);
+            for (int t = 0; t < tokens; t++) step(memory.tokens, s, pass, t);
             store_state(s);
-            out += P::kSlice;
-            if (more) {
-                if (sizeof(State) == 4) load_state();
-                if constexpr (!kShared) load_value();
-            }
+            out += C::kSlice;
+            // NOTES: behind the stores, since the words take the registers of s
+            if (!C::kStaged && more) load_state();
         }
     }
 
@@ -102,30 +93,46 @@ template <class C> struct VFirst {
         for (int pass = 0; pass < passes; pass++)
 #pragma unroll 1
             for (int t = 0; t < tokens; t++)
-                if (writes) store_output(p, out + pass * P::kSlice + t * p.o.token_stride, 0.f);
+                if (writes) store_output(p, out + pass * C::kSlice + t * p.o.token_stride, 0.f);
     }
 
-    __device__ inline int first_column() const { return blockIdx.x * passes * P::kSlice; }
-
-    // Of the one token's v, and moves on to that of the next pass.
-    __device__ inline void load_value() {
-        own_value = load_bits(p.v.data, p.v.dtype, value);
-        value += P::kSlice;
-    }
+    __device__ inline int first_column() const { return blockIdx.x * passes * C::kSlice; }
 
     __device__ inline void load_state() {
         if (goes_on || p.before.data != nullptr) {
 #pragma unroll
             for (int r = 0; r < R; r++)
 #pragma unroll
-                for (int w = 0; w < W; w++) words[r][w] = load_four(from + r * P::kSide * K + w * L * 4);
+                for (int w = 0; w < W; w++) {
+                    const State* const at = from + r * P::kSide * K + w * L * 4;
+                    if constexpr (C::kStaged)
+                        copy_four(&memory.staged[r * W + w][threadIdx.x], at);
+                    else
+                        words[r][w] = load_four(at);
+                }
         } else {
 #pragma unroll
             for (int r = 0; r < R; r++)
 #pragma unroll
-                for (int w = 0; w < W; w++) words[r][w] = {};
+                for (int w = 0; w < W; w++) {
+                    if constexpr (C::kStaged)
+                        memory.staged[r * W + w][threadIdx.x] = {};
+                    else
+                        words[r][w] = {};
+                }
         }
-        from += P::kSlice * K;
+        from += C::kSlice * K;
+    }
+
+    __device__ inline void take_state(float (&s)[R][W][4]) {
+        if constexpr (C::kStaged) wait_for_copies();
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int w = 0; w < W; w++) {
+                if constexpr (C::kStaged) words[r][w] = memory.staged[r * W + w][threadIdx.x];
+                widen<State>(s[r][w], words[r][w]);
+            }
     }
 
     __device__ inline void store_state(const float (&s)[R][W][4]) {
@@ -136,7 +143,7 @@ template <class C> struct VFirst {
                 for (int w = 0; w < W; w++)
                     store_four(to + r * P::kSide * K + w * L * 4, narrow<State>(s[r][w]));
         }
-        to += P::kSlice * K;
+        to += C::kSlice * K;
     }
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
@@ -158,7 +165,7 @@ template <class C> struct VFirst {
         }
         float u;
         if constexpr (kShared)
-            u = prepared.v[t][pass * P::kSlice + own - first_column()];
+            u = prepared.v[t][pass * C::kSlice + own - first_column()];
         else
             u = number_of(own_value, p.v.dtype);
         if constexpr (kDelta)

@@ -397,7 +397,7 @@ def recurrent_keys(by_channel: bool, delta_rule: bool) -> tuple[int, ...]:
 
 def recurrent_columns(dim_k: int, v_first: bool) -> int:
     """The columns of V that these take together: V is a multiple."""
-    return 64 if dim_k == 64 and v_first else 16 if dim_k == 256 else 32
+    return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
 
 
 def _delta(name: str, header: str, half: bool | None, *kernels: str) -> Instance:
