@@ -35,6 +35,7 @@ TITLES = {
     "gla": "GLA",
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
+    "kda": "KDA",
     "mlstm_step": "mLSTM, one step",
     "model_step": "xLSTM, whole model",
 }

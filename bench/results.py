@@ -28,6 +28,7 @@ OPS = (
     "gla",
     "delta_rule",
     "gated_delta_rule",
+    "kda",
     STEP,
     MODEL,
 )

@@ -392,6 +392,11 @@ def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim
     return Instance(name, RECURRENT, "decode/kernel.cuh", kernels, "decode", dtype)
 
 
+def recurrent_keys(by_channel: bool, delta_rule: bool) -> tuple[int, ...]:
+    """The K that these take: of KDA, which has both, those of its models."""
+    return (64, 128) if by_channel and delta_rule else RECURRENT_KEYS
+
+
 def recurrent_columns(dim_k: int, v_first: bool) -> int:
     """The columns of V that these take together: V is a multiple."""
     return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
@@ -617,10 +622,9 @@ def shipped_instances() -> tuple[Instance, ...]:
     found += [mlstm_step(*states) for states in _STATES]
     of_sequences = itertools.product(SEQUENCE_TILES, _STATES, halves)
     found += [mlstm_sequence(tokens, *states, fp32) for tokens, states, fp32 in of_sequences]
-    of_steps = itertools.product(
-        _STATE_TYPES, halves, ((False, False), (False, True), (True, False)), RECURRENT_KEYS
-    )
-    found += [recurrent(state, v_first, *of, dim_k) for state, v_first, of, dim_k in of_steps]
+    for by_channel, delta_rule in itertools.product(halves, halves):
+        of_steps = itertools.product(_STATE_TYPES, halves, recurrent_keys(by_channel, delta_rule))
+        found += [recurrent(state, v_first, by_channel, delta_rule, k) for state, v_first, k in of_steps]
     return tuple(found)
 
 
