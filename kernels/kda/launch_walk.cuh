@@ -62,7 +62,6 @@ template <class C, auto kKernel> void launch_walk(const KdaWalkParams& p, const 
         s.cut,
         p.entering,
         p.leaving,
-        p.v_first,
         static_cast<uint4*>(p.states),
         s.heads,
         s.seq,

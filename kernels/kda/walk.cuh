@@ -67,7 +67,6 @@ struct WalkGlobals {
     Cut cut;
     const float* entering;  // null: zero
     float* leaving;         // null: not wanted
-    bool v_first;           // both are [V, K]
     uint4* states;          // StateFragments: of every chunk the state that enters it; null: not wanted
     int heads, seq;
     int slots, groups;  // as of StateFragments

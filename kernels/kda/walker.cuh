@@ -150,8 +150,6 @@ template <class C> struct WalkerSteps {
         const float* const from = g.entering ? g.entering + place_of_state() : nullptr;
         if (from == nullptr)
             warp::zero(state);
-        else if (g.v_first)
-            load_state(state, from, column(), 0, g.dim_v, g.dim_k, g.dim_k);
         else
             load_state_transposed(state, from, 0, column(), g.dim_k, g.dim_v, g.dim_v);
         pin(state);
@@ -159,10 +157,7 @@ template <class C> struct WalkerSteps {
     __device__ inline void store_leaving_state(State& state) const {
         if (g.leaving == nullptr) return;
         float* const to = g.leaving + place_of_state();
-        if (g.v_first)
-            store_state(to, state, column(), 0, g.dim_v, g.dim_k, g.dim_k);
-        else
-            store_state_transposed(to, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+        store_state_transposed(to, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     }
 };
 

@@ -41,11 +41,11 @@ KdaMatricesParams read_kda_matrices(Arguments& x) {
     return p;
 }
 
-// shape, values, results, tiles, entering, leaving, v_first, states, walkers. Address 0 of entering: zero; of
-// leaving, states: not wanted.
+// shape, values, results, tiles, entering, leaving, states, walkers. Address 0 of entering: zero; of leaving,
+// states: not wanted.
 KdaWalkParams read_kda_walk(Arguments& x) {
     KdaWalkParams p{read_kda_shape(x), x.operand(), x.operand(), read_tiles(x)};
-    p.entering = x.pointer(), p.leaving = x.pointer(), p.v_first = x.flag();
+    p.entering = x.pointer(), p.leaving = x.pointer();
     p.states = x.pointer<void>(), p.walkers = x.number();
     return p;
 }

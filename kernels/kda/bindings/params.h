@@ -69,9 +69,8 @@ struct KdaWalkParams {
     KdaShape shape;
     Operand values, results;  // [B, T, heads, V]
     KdaTiles tiles;
-    const float* entering;  // [N, heads, K, V] or with v_first [N, heads, V, K]; null: zero
+    const float* entering;  // [N, heads, K, V]; null: zero
     float* leaving;         // the same; null: not wanted
-    bool v_first;
     void* states;  // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
     int walkers;   // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
