@@ -95,7 +95,6 @@ def chunk_kda(
 
     Gradients reach q, k, v, g, beta, A_log, dt_bias and initial_state as they were given. Log decays of any
     size are exact, 0 and -1e5 in one token, too. What makes the state grow is as in `chunk_gated_delta_rule`.
-    The tk backend has no kernels of the chunkwise form yet.
 
     Args:
         q, k, v, beta: as in `chunk_gated_delta_rule`.

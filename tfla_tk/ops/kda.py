@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from tfla_tk.calls.kda import KDACall, KDACore
 from tfla_tk.core import flops
-from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops.delta_rule import by_reference, from_raw, gradients
 from tfla_tk.ops.head_dims import STEP, as_asked
@@ -75,11 +74,9 @@ def _core(call: KDACall, tensors: Sequence[Any]) -> KDACore:
 
 
 def _kernels() -> Any:
-    from tfla_tk.backends.tk import kda
+    from tfla_tk.backends.tk.kda import launch
 
-    if not hasattr(kda, "launch"):
-        raise UnsupportedError("chunk_kda on backend 'tk'", kda.MISSING.reason, kda.MISSING.remedy)
-    return kda.launch
+    return launch
 
 
 ops = KDAOps(
@@ -103,5 +100,6 @@ ops = KDAOps(
         gradients=gradients,
         kernels=_kernels,
         flops=(flops.delta_rule, flops.delta_rule_backward),
+        keeps=True,
     )
 )

@@ -71,8 +71,8 @@ struct KdaWalkParams {
     KdaTiles tiles;
     const float* entering;  // [N, heads, K, V]; null: zero
     float* leaving;         // the same; null: not wanted
-    void* states;  // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
-    int walkers;   // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+    void* states;           // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
+    int walkers;            // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
 
 // The parallel half of the backward. With dS' the gradient of the state that leaves a chunk, the mirror walk

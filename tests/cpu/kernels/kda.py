@@ -20,7 +20,7 @@ OF_INPUTS = (
     *("q", "k", "g", "g_dtype", "beta", "a_log", "dt_bias", "gate", "lower_bound", "scale"),
     *("l2norm", "beta_sigmoid", "beta_double"),
 )
-OF_WALK = ("shape", "values", "results", "tiles", "entering", "leaving", "v_first", "states", "walkers")
+OF_WALK = ("shape", "values", "results", "tiles", "entering", "leaving", "states", "walkers")
 SOLVED = 1.5  # stands for R'
 LOG, SOFTPLUS, SIGMOID = range(3)  # codes of KdaGate
 
@@ -81,6 +81,15 @@ def outputs(x: Inputs, options: Options, bounds: Sequence[tuple[int, int, int]])
     return torch.stack(o), torch.stack(last)
 
 
+def gradients(
+    given: Inputs, options: Options, x: SimpleNamespace, wanted: list[Tensor], of: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Of inputs of a launch x, from those of o and of the last states. Launches run where none are recorded."""
+    with torch.enable_grad():
+        found = outputs(given, options, bounds_of(x.shape, x.shape.seq))
+    return torch.autograd.grad(found, wanted, of, materialize_grads=True)
+
+
 class KDA(Kernels):
     """Stands for the launchers of a call of KDA."""
 
@@ -131,8 +140,7 @@ class KDA(Kernels):
         do, d_last = values_at(x, x.values).double(), states_at(x, x.entering)
         initial = torch.zeros_like(d_last).requires_grad_()
         given = inputs._replace(v=torch.zeros_like(do), initial=initial)
-        found = outputs(given, options, bounds_of(x.shape, x.shape.seq))
-        (d_initial,) = torch.autograd.grad(found, initial, (do, d_last))
+        (d_initial,) = gradients(given, options, x, [initial], (do, d_last))
         values_at(x, x.results).fill_(SOLVED)
         self._leave_states(x, "gradients of states", do, d_last, d_initial)
 
@@ -147,9 +155,8 @@ class KDA(Kernels):
         inputs, options = inputs_of(x)
         leaves = inputs._replace(v=v, initial=initial)
         leaves = Inputs(*(None if y is None else y.detach().requires_grad_() for y in leaves))
-        found = outputs(leaves, options, bounds_of(x.shape, x.shape.seq))
         wanted = [y for y in leaves[:7] if y is not None]
-        grads = iter(torch.autograd.grad(found, wanted, (do, d_last)))
+        grads = iter(gradients(leaves, options, x, wanted, (do, d_last)))
         dq, dk, found_dv, dg, dbeta, of_rate, of_bias = (
             None if y is None else next(grads) for y in leaves[:7]
         )
@@ -183,7 +190,7 @@ class KDA(Kernels):
         if x.leaving:
             whole = floats_at(x.leaving, *states_size(x))
             assert whole is not None
-            whole.copy_(leaving.mT if x.v_first else leaving)
+            whole.copy_(leaving)
         if x.states:
             self.leave(what, x.states, self.states_bytes(x.shape))
             self._entered[x.states] = values, entering
@@ -230,12 +237,10 @@ def values_at(x: SimpleNamespace, at: tuple[int, ...]) -> Tensor:
 
 def states_size(x: SimpleNamespace) -> tuple[int, int, int, int]:
     of: Any = x.shape
-    dims = (of.dim_v, of.dim_k) if x.v_first else (of.dim_k, of.dim_v)
-    return of.sequences, of.heads, *dims
+    return of.sequences, of.heads, of.dim_k, of.dim_v
 
 
 def states_at(x: SimpleNamespace, at: int) -> Tensor:
     """[N, HV, K, V] in fp64; zeros where there are none."""
     found = floats_at(at, *states_size(x))
-    found = torch.zeros(states_size(x)) if found is None else found
-    return (found.mT if x.v_first else found).double()
+    return (torch.zeros(states_size(x)) if found is None else found).double()

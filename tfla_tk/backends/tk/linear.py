@@ -18,6 +18,7 @@ from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
 from tfla_tk.backends.tk.kda import support as kda_support
 from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
 from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.memo import is_plain
 from tfla_tk.core.support import SUPPORTED, Support
@@ -74,6 +75,8 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
         return SUPPORTED
     if recurrent.serves(call):
         return recurrent.load(call)
+    if isinstance(call, KDACall):
+        return device.load(*kda_support.kernels_for(call))
     if isinstance(call, DeltaRuleCall):
         return device.load(*delta_rule_support.kernels_for(call))
     if kernel == "gla":

@@ -12,6 +12,7 @@ from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiproces
 from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same, operand_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
+from tfla_tk.calls.kda import KDACore
 from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns
@@ -21,73 +22,7 @@ _CYCLES = {1: 1830, 2: 2770}
 # what is made of g: codes of KdaGate
 _LOG, _SOFTPLUS, _SIGMOID = range(3)
 _NO_GATE: Gate = (0, 0, 0, 0, 0)
-
-
-class Call(NamedTuple):
-    """A call of the kernels.
-
-    Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16 or fp16, of any strides.
-        g: [B, T, HV, K] log decay, or with A_log or lower_bound what it is made from.
-        beta: [B, T, HV], or with beta_sigmoid what it is made from. g and beta: fp32 or of 16 bits.
-        A_log: [HV] or None. dt_bias: [HV K] or None.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first, in fp32; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64, or None.
-        lower_bound: not None: g is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with exp(A_log) 1 where
-            A_log is None. None and A_log given: g is -exp(A_log) softplus(g + dt_bias).
-        qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
-        beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: MaybeTensor
-    dt_bias: MaybeTensor
-    initial_state: MaybeTensor
-    cu_seqlens: MaybeTensor
-    scale: float
-    lower_bound: float | None
-    qk_l2norm: bool
-    beta_sigmoid: bool
-    neg_eigval: bool
-    state_v_first: bool
-
-    @property
-    def tensors(self) -> tuple[MaybeTensor, ...]:
-        return self[:9]
-
-    @property
-    def gate(self) -> tuple[int, float]:
-        """What is made of g, and the lower bound."""
-        if self.lower_bound is not None:
-            return _SIGMOID, self.lower_bound
-        return _LOG if self.A_log is None else _SOFTPLUS, 0.0
-
-    @property
-    def is_raw(self) -> bool:
-        """The log decay is made of g."""
-        return self.gate[0] != _LOG
-
-    def readable(self) -> Call:
-        """The call itself where the kernels can take its tensors as they lie, else with copies."""
-        q, k, v, g, beta, a_log, dt_bias, initial_state, offsets = self.tensors
-        tensors = (
-            *(None if x is None else as_operand(x) for x in (q, k, v, g)),
-            beta,
-            a_log,
-            dt_bias,
-            as_state(initial_state),
-            None if offsets is None else offsets.contiguous(),
-        )
-        return self if are_same(tensors, self.tensors) else Call._make((*tensors, *self[9:]))
-
-    def layout(self) -> Any:
-        """All that the launches of a call depend on but for addresses."""
-        of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
-        return self.q.get_device(), *of_tensors, self[9:]
+TENSORS = 9  # of a `KDACore`; options follow
 
 
 class _Sizes(NamedTuple):
@@ -108,21 +43,21 @@ class Shape(_Sizes):
     """Sizes of a call, as the kernels take them."""
 
     @staticmethod
-    def of(call: Call) -> Shape:
+    def of(core: KDACore) -> Shape:
         """Of a call."""
-        batch, seq, heads, dim_v = call.v.shape
-        offsets = call.cu_seqlens
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
         return Shape(
             sequences=batch if offsets is None else offsets.shape[0] - 1,
             slots=chunk_slots(seq, offsets),
             batch=batch,
             heads=heads,
             seq=seq,
-            dim_k=call.q.shape[3],
+            dim_k=core.q.shape[3],
             dim_v=dim_v,
-            group=heads // call.q.shape[2],
-            half=call.q.dtype == torch.float16,
-            device=call.q.get_device(),
+            group=heads // core.q.shape[2],
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
         )
 
@@ -134,7 +69,7 @@ class Shape(_Sizes):
     @cached_property
     def walkers(self) -> int:
         """Of a CTA of the walk: two share what they load, one alone is done earlier where there are few
-        CTAs. Results are the same."""
+        CTAs. Results are the same, so calls that are to be batch invariant have either, too."""
         columns = -(-self.dim_v // WALKER_COLUMNS)
 
         def cycles(walkers: int) -> int:
@@ -179,20 +114,38 @@ class Left(NamedTuple):
         return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)
 
 
-def number(call: Call) -> tuple[Any, Addresses]:
+def readable(core: KDACore) -> KDACore:
+    """The call itself where the kernels can take its tensors as they lie, else with copies."""
+    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *options = core
+    tensors = (
+        *(*map(as_operand, (q, k, v, g)), beta, a_log, dt_bias, as_state(initial_state)),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+    )
+    return core if are_same(tensors, core[:TENSORS]) else KDACore._make((*tensors, *options))
+
+
+def layout(core: KDACore) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in core[:TENSORS]]
+    return core.q.get_device(), *of_tensors, core[TENSORS:]
+
+
+def number(core: KDACore) -> tuple[Any, Addresses]:
     """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
     addresses = Addresses()
-    at = [addresses.next(given=x is not None) for x in call.tensors]
-    return Call._make([*at, *call[9:]]), addresses
+    at = [addresses.next(given=x is not None) for x in core[:TENSORS]]
+    return KDACore._make([*at, *core[TENSORS:]]), addresses
 
 
-def inputs_at(at: Any, call: Call, dim_k: int) -> tuple[Any, ...]:
+def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
     """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
-    q, k, g = (operand_at(address, x) for address, x in ((at.q, call.q), (at.k, call.k), (at.g, call.g)))
+    q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
+    gate = _LOG if not core.is_raw else _SOFTPLUS if core.lower_bound is None else _SIGMOID
     return (
-        *(q, k, g, DTYPES[call.g.dtype], beta_at(at.beta, call.beta)),
-        *(per_head_at(at.A_log, call.A_log), per_head_at(at.dt_bias, call.dt_bias, dim_k)),
-        *(*call.gate, call.scale, call.qk_l2norm, call.beta_sigmoid, call.neg_eigval),
+        *(q, k, g, DTYPES[core.g.dtype], beta_at(at.beta, core.beta)),
+        *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
+        *(gate, core.lower_bound or 0.0, core.scale),
+        *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
     )
 
 

@@ -9,11 +9,11 @@ import torch
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
 from tfla_tk.build import instances
-from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.kda import KDACall
 from tfla_tk.core.support import Support, together
 
 
-def supports_kda(call: DeltaRuleCall, variant: str | None = None) -> Support:
+def supports_kda(call: KDACall, variant: str | None = None) -> Support:
     """Whether the kernels serve a call; ValueError for a variant.
 
     CUDA is only touched for calls on a CUDA device.
@@ -24,20 +24,28 @@ def supports_kda(call: DeltaRuleCall, variant: str | None = None) -> Support:
             refusals.of_operands(call),
             refusals.of_head_dims(call, max(instances.KDA_TILES), instances.MAX_DIM_V),
             _refusal_of_gradients(call),
+            _refusal_of_states(call),
         )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or device.supports(call.device, *kernels_for(call))
     )
 
 
-def _refusal_of_gradients(call: DeltaRuleCall) -> Support | None:
+def _refusal_of_gradients(call: KDACall) -> Support | None:
     if not call.requires_grad or call.dim_v <= MOST_TRAINED_V:
         return None
     reason = f"V = {call.dim_v}, of a call with gradients the kernels take {MOST_TRAINED_V}"
     return Support(False, reason, "use backend 'triton', or torch.no_grad()")
 
 
-def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
+def _refusal_of_states(call: KDACall) -> Support | None:
+    if not call.intermediate_states:
+        return None
+    reason = "return_intermediate_states: the kernels keep no states between chunks for the caller"
+    return Support(False, reason, "use backend 'triton'")
+
+
+def kernels_for(call: KDACall) -> tuple[Any, ...]:
     """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
     torch.compile has sizes as symbols."""
     dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
