@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import UnsupportedError, chunk_kda, fused_recurrent_kda, kda, reference
+from tfla_tk import chunk_kda, fused_recurrent_kda, kda, reference
 from tfla_tk.backends.triton import fla
-from tfla_tk.ops import kda as ops
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
 from .families import serve_kda

@@ -15,7 +15,7 @@ from tfla_tk.core.layout import CHUNK
 from .delta_rule import DeltaRule, Shape
 from .stand_in import OF_CODE, Kernels, bounds_of, floats_at, gate_at, operand_at, slots_of, tensor_at
 
-FLOAT, HALF = 4, 2  # bytes
+FLOAT, HALF, NUMBER = 4, 2, 8  # bytes
 OF_INPUTS = (
     *("q", "k", "g", "g_dtype", "beta", "a_log", "dt_bias", "gate", "lower_bound", "scale"),
     *("l2norm", "beta_sigmoid", "beta_double"),
@@ -84,7 +84,7 @@ def outputs(x: Inputs, options: Options, bounds: Sequence[tuple[int, int, int]])
 def gradients(
     given: Inputs, options: Options, x: SimpleNamespace, wanted: list[Tensor], of: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Of inputs of a launch x, from those of o and of the last states. Launches run where none are recorded."""
+    """Of inputs of a launch x, from those of o and of the last states; also where autograd is off."""
     with torch.enable_grad():
         found = outputs(given, options, bounds_of(x.shape, x.shape.seq))
     return torch.autograd.grad(found, wanted, of, materialize_grads=True)
@@ -108,9 +108,9 @@ class KDA(Kernels):
 
     def __init__(self) -> None:
         super().__init__()
-        # what was found where this was left
-        self._inputs: dict[int, tuple[Inputs, Options]] = {}
-        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: list[
+            Any
+        ] = []  # what is left for a later launch was made of; the place begins with a number
 
     def tiles_bytes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         of = Shape(*shape)
@@ -121,13 +121,13 @@ class KDA(Kernels):
         return self._chunks(of) * tile(of) * -(-of.dim_v // CHUNK) * CHUNK * HALF
 
     def run_matrices(self, x: SimpleNamespace) -> None:
-        for what, at, size in self._tiles(x):
-            self.leave(what, at, size)
-        self._inputs[x.tiles[0]] = inputs_of(x)
+        (what, at, size), *others = self._tiles(x)
+        self._leave_made(what, at, size, inputs_of(x))
+        for other in others:
+            self.leave(*other)
 
     def run_forward(self, x: SimpleNamespace) -> None:
-        self._expect_tiles(x)
-        inputs, options = self._inputs[x.tiles[0]]
+        inputs, options = self._expect_tiles(x)
         v, entering = values_at(x, x.values).double(), states_at(x, x.entering)
         o, last = outputs(inputs._replace(v=v, initial=entering), options, bounds_of(x.shape, x.shape.seq))
         values_at(x, x.results).copy_(o)
@@ -135,8 +135,7 @@ class KDA(Kernels):
 
     def run_mirror(self, x: SimpleNamespace) -> None:
         """The gradient of the first states depends neither on these nor on v."""
-        self._expect_tiles(x)
-        inputs, options = self._inputs[x.tiles[0]]
+        inputs, options = self._expect_tiles(x)
         do, d_last = values_at(x, x.values).double(), states_at(x, x.entering)
         initial = torch.zeros_like(d_last).requires_grad_()
         given = inputs._replace(v=torch.zeros_like(do), initial=initial)
@@ -146,9 +145,9 @@ class KDA(Kernels):
 
     def run_gradients(self, x: SimpleNamespace) -> None:
         self._expect_tiles(x)
-        for what, at in (("states", x.states), ("gradients of states", x.state_gradients)):
-            self.expect(what, at, self.states_bytes(x.shape))
-        (v, initial), (do, d_last) = self._entered[x.states], self._entered[x.state_gradients]
+        size = self.states_bytes(x.shape)
+        v, initial = self._expect_made("states", x.states, size)
+        do, d_last = self._expect_made("gradients of states", x.state_gradients, size)
         assert torch.equal(values_at(x, x.v).double(), v) and torch.equal(values_at(x, x.do).double(), do)
         dv = values_at(x, x.solved)
         assert bool(dv.eq(SOLVED).all())
@@ -180,9 +179,21 @@ class KDA(Kernels):
         sizes = self.tiles_bytes(x.shape)
         return list(zip(("tiles", "factors", "A", "P"), x.tiles, (*sizes, sizes[2]), strict=True))
 
-    def _expect_tiles(self, x: SimpleNamespace) -> None:
-        for what, at, size in self._tiles(x):
-            self.expect(what, at, size)
+    def _expect_tiles(self, x: SimpleNamespace) -> Any:
+        first, *others = self._tiles(x)
+        for other in others:
+            self.expect(*other)
+        return self._expect_made(*first)
+
+    def _leave_made(self, what: str, at: int, size: int, made_of: Any) -> None:
+        self.leave(what, at + NUMBER, size - NUMBER)
+        tensor_at(at, torch.int64, (1,)).fill_(len(self._made))
+        self._made.append(made_of)
+
+    def _expect_made(self, what: str, at: int, size: int) -> Any:
+        """What it was made of."""
+        self.expect(what, at + NUMBER, size - NUMBER)
+        return self._made[int(tensor_at(at, torch.int64, (1,)))]
 
     def _leave_states(
         self, x: SimpleNamespace, what: str, values: Tensor, entering: Tensor, leaving: Tensor
@@ -192,8 +203,7 @@ class KDA(Kernels):
             assert whole is not None
             whole.copy_(leaving)
         if x.states:
-            self.leave(what, x.states, self.states_bytes(x.shape))
-            self._entered[x.states] = values, entering
+            self._leave_made(what, x.states, self.states_bytes(x.shape), (values, entering))
 
     def _chunks(self, of: Shape) -> int:
         return of.batch * of.heads * of.slots

@@ -1,205 +1,214 @@
-"""Calls of KDA's kernels: what the host gives them, and what it makes of what they leave."""
+"""KDA on the tk backend: what its calls alone have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk import UnsupportedError
-from tfla_tk.backends.tk.kda import call as kda_call
-from tfla_tk.backends.tk.kda import launch
-from tfla_tk.backends.tk.kda.call import Call
+from tests.pairs import pairwise
+from tfla_tk import UnsupportedError, chunk_kda
+from tfla_tk.backends.tk.kda import launch, support
+from tfla_tk.backends.tk.kda.call import Shape
+from tfla_tk.build import instances
+from tfla_tk.calls.kda import KDACore
+from tfla_tk.core import dispatch
 from tfla_tk.core.layout import Kept
 
-from .kda import KDA, LOG, SIGMOID, SOFTPLUS, Inputs, Options, outputs
-from .stand_in import at_odd_address, launch_instead, watched_memory
+from .calls import MODULES, OPS, Op, Tensors, assert_close, assert_equal, check, draw, results
+from .kda import KDA
+from .stand_in import at_odd_address, pretend_a_gpu
 
-OFFSETS = [0, 70, 70, 100]
-NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-RAW = {"A_log": True, "dt_bias": True, "qk_l2norm": True, "beta_sigmoid": True}
-TOLERANCE = 5e-3  # of rounding to 16 bits
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KDA]:
-    found = KDA()
-    launch_instead(monkeypatch, found, kda_call, launch)
-    with watched_memory(found, monkeypatch):
-        yield found
-    launch._forwards.clear()
-    launch._backwards.clear()
+FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+# what makes the log decay of g, and the lower bound
+GATES = {"given": ((), None), "softplus": (("A_log", "dt_bias"), None), "no bias": (("A_log",), None)}
+GATES |= {"bounded": (("A_log", "dt_bias"), -5.0), "no rate": (("dt_bias",), -5.0), "bound alone": ((), -5.0)}
 
 
-def draw(
-    *,
-    heads: tuple[int, int] = (2, 2),
-    dims: tuple[int, int] = (64, 48),
-    dtype: torch.dtype = torch.bfloat16,
-    of_gates: torch.dtype = torch.float32,
-    state: bool = True,
-    packed: bool = False,
-    v_first: bool = False,
-    A_log: bool = False,
-    dt_bias: bool = False,
-    lower_bound: float | None = None,
-    **flags: bool,
-) -> Call:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
-
-    tokens = (1, OFFSETS[-1]) if packed else (2, 70)
-    q, k = (normalize(normal(*tokens, heads[0], dims[0]), dim=-1).to(dtype) for _ in range(2))
-    v = normal(*tokens, heads[1], dims[1]).to(dtype)
-    g = logsigmoid(normal(*tokens, heads[1], dims[0])).to(of_gates)
-    beta = torch.sigmoid(normal(*tokens, heads[1])).to(of_gates)
-    sequences = len(OFFSETS) - 1 if packed else tokens[0]
-    return Call(
-        *(q, k, v, g, beta),
-        normal(heads[1]) if A_log else None,
-        normal(heads[1] * dims[0]) if dt_bias else None,
-        normal(sequences, heads[1], *(dims[::-1] if v_first else dims)) if state else None,
-        torch.tensor(OFFSETS) if packed else None,
-        0.2,
-        lower_bound,
-        *(flags.get(name, False) for name in ("qk_l2norm", "beta_sigmoid", "neg_eigval")),
-        v_first,
-    )
+@pytest.fixture
+def op() -> Op:
+    return OPS["kda"]
 
 
-def given_to(call: Call) -> tuple[Tensor, Tensor]:
-    """Gradients of o and of the last state."""
-    generator = torch.Generator().manual_seed(1)
-    do = torch.randn(call.v.shape, generator=generator).to(call.v.dtype)
-    rows = len(call.v) if call.cu_seqlens is None else len(call.cu_seqlens) - 1
-    dims = call.q.shape[3], call.v.shape[3]
-    dht = torch.randn(
-        rows, call.v.shape[2], *(dims[::-1] if call.state_v_first else dims), generator=generator
-    )
-    return do, dht
+# Raw inputs
 
 
-def train(call: Call) -> dict[str, Tensor]:
-    """o, the last state, and the gradients of all inputs."""
-    o, last, kept = launch.forward(call, output_final_state=True, keep=True)
-    found = launch.backward(call, kept, *given_to(call), needs_gates=True)
-    results = {"o": o, "last": last} | {f"d{name}": x for name, x in zip(NAMES, found, strict=True)}
-    return {name: x for name, x in results.items() if x is not None}
+def raw(x: Tensors, flags: dict[str, Any], parameters: tuple[str, ...] = ("A_log", "dt_bias")) -> Tensors:
+    """The inputs that such flags are for."""
+    heads, dim_k = x["v"].shape[2], x["q"].shape[3]
+    if flags.get("use_qk_l2norm_in_kernel"):
+        x |= {"q": 3 * x["q"], "k": 5 * x["k"]}
+        x["k"][:, 3] = 0
+    if flags.get("use_beta_sigmoid_in_kernel"):
+        x["beta"] = 4 * x["beta"] - 2
+    if flags.get("use_gate_in_kernel"):
+        made = {
+            "A_log": torch.linspace(-1, 0.5, 2 * heads)[::2],
+            "dt_bias": torch.linspace(0.5, -2, heads * dim_k).bfloat16(),
+        }
+        x |= {"g": 4 * x["g"] + 2} | {name: made[name] for name in parameters}
+    return x
 
 
-def truth_of(call: Call) -> dict[str, Tensor]:
-    leaves = {
-        name: x.double().requires_grad_() for name, x in zip(NAMES, call[:8], strict=True) if x is not None
-    }
-    batch, _, heads, dim_v = call.v.shape
-    group, dim_k = heads // call.q.shape[2], call.q.shape[3]
-    packed = call.cu_seqlens is not None
-    bounds = [(0, *pair) for pair in pairwise(OFFSETS)] if packed else [(row, 0, 70) for row in range(batch)]
-    initial = leaves.get("initial_state", torch.zeros(len(bounds), heads, dim_k, dim_v, dtype=torch.float64))
-    initial = initial.mT if call.state_v_first and "initial_state" in leaves else initial
-    a_log, dt_bias = leaves.get("A_log"), leaves.get("dt_bias")
-    inputs = Inputs(
-        *(leaves[name].repeat_interleave(group, 2) for name in ("q", "k")),
-        *(leaves[name] for name in ("v", "g", "beta")),
-        None if a_log is None else a_log.expand(batch, -1),
-        None if dt_bias is None else dt_bias.view(1, heads, dim_k).expand(batch, -1, -1),
-        initial,
-    )
-    gate = SIGMOID if call.lower_bound is not None else LOG if a_log is None else SOFTPLUS
-    flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
-    o, last = outputs(inputs, Options(gate, call.lower_bound or 0.0, call.scale, *flags), bounds)
-    do, dht = given_to(call)
-    last = last.mT if call.state_v_first else last
-    grads = torch.autograd.grad((o, last), list(leaves.values()), (do.double(), dht.double()))
-    return {"o": o, "last": last} | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-
-
-def check(call: Call) -> None:
-    found, truth = train(call), truth_of(call)
-    assert found.keys() == truth.keys()
-    for name, x in truth.items():
-        error = ((found[name].double() - x).norm() / x.norm()).item()
-        assert error <= TOLERANCE, f"{name}: {error}"
-    for name, x in zip(NAMES, call[:8], strict=True):
-        if x is not None:
-            grad = found[f"d{name}"]
-            assert (grad.dtype, grad.stride()) == (x.dtype, torch.empty_like(x).stride()), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (1, 3)], ids=["own heads", "shared heads"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 @pytest.mark.parametrize(
-    "raw",
-    [{}, RAW, {"lower_bound": -5.0, "neg_eigval": True, "beta_sigmoid": True}],
-    ids=["made", "raw", "bounded"],
+    ("norm", "sigmoid", "twice", "gate", "packed", "group", "dims", "of_gates"),
+    pairwise(
+        *[(False, True)] * 3,
+        tuple(GATES),
+        *((False, True), (1, 3), ((64, 48), (40, 24), (128, 112)), (torch.float32, torch.bfloat16)),
+        where=lambda *x: x[1] or not x[2],
+    ),
 )
-def test_training(
-    raw: dict[str, Any],
-    v_first: bool,
+def test_raw_inputs(
+    norm: bool,
+    sigmoid: bool,
+    twice: bool,
+    gate: str,
     packed: bool,
-    heads: tuple[int, int],
+    group: int,
+    dims: tuple[int, int],
     of_gates: torch.dtype,
-    dtype: torch.dtype,
+    op: Op,
+    kernels: KDA,
 ) -> None:
-    check(draw(heads=heads, dtype=dtype, of_gates=of_gates, packed=packed, v_first=v_first, **raw))
+    """Also of head dims that are padded, dt_bias with them."""
+    parameters, lower_bound = GATES[gate]
+    flags: dict[str, Any] = dict(zip(FLAGS, (norm, sigmoid, twice), strict=True))
+    flags |= {"use_gate_in_kernel": gate != "given", "lower_bound": lower_bound}
+    x = raw(draw(op, dims, packed=packed, group=group, of_gates=of_gates), flags, parameters)
+    check(op, x, **flags)
+    names = ["matrices", "forward", "mirror", "gradients", *["combine"] * (group > 1)]
+    assert kernels.names() == names
 
 
-def test_without_states() -> None:
-    call = draw(state=False, dims=(128, 80))
-    o, last, kept = launch.forward(call, output_final_state=False, keep=True)
-    assert last is None
-    found = launch.backward(call, kept, torch.ones_like(o), None, needs_gates=False)
-    assert [x is None for x in found] == [False, False, False, True, False, True, True, True]
+def test_gates_without_gradients(op: Op, kernels: KDA) -> None:
+    """And what makes them."""
+    flags = dict.fromkeys((*FLAGS, "use_gate_in_kernel"), True)
+    x = raw(draw(op), flags)
+    check(op, x, ("g", "A_log", "dt_bias"), **flags)
+    assert (kernels.launches[-1].of_bias, kernels.launches[-1].of_rate) == (0, 0)
 
 
-@pytest.mark.parametrize("place", ["q", "k", "v", "g", "beta", "initial_state"])
-def test_tensors_as_they_lie(place: str) -> None:
-    """Odd addresses, and strides that no descriptor has: read from copies; gradients are like the inputs."""
-    call = draw(packed=True, heads=(1, 2))
-    x = getattr(call, place)
-    check(call._replace(**{place: at_odd_address(x)}))
-    check(call._replace(**{place: x.mT.contiguous().mT}))
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_states_with_v_first(packed: bool, op: Op, kernels: KDA) -> None:
+    x = draw(op, packed=packed)
+    turned = x | {"initial_state": x["initial_state"].mT.contiguous()}
+    check(op, turned, state_v_first=True)
+    check(op, turned | {"initial_state": x["initial_state"].mT}, state_v_first=True)
 
 
-def test_what_is_kept(kernels: KDA) -> None:
-    """A forward that does not train keeps nothing. What is of another layout is made again."""
-    call, (do, dht) = draw(), given_to(draw())
-    _, _, none = launch.forward(call, output_final_state=True, keep=False)
+# What a forward keeps
+
+
+def core_of(x: Tensors) -> KDACore:
+    inputs = [x.get(name) for name in KDACore._fields[:9]]
+    return KDACore(*inputs, 0.3, False, False, False, None, False)
+
+
+def backward(core: KDACore, kept: Kept | None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(core.v.shape, generator=generator).to(core.v.dtype)
+    return [x for x in launch.backward(core, kept, do, None, needs_gates=True) if x is not None]
+
+
+def test_what_is_kept(op: Op, kernels: KDA) -> None:
+    """A forward that does not train keeps nothing. What is of another size or layout is made again."""
+    core = core_of(draw(op))
+    _, _, none = launch.forward(core, output_final_state=True, keep=False)
     assert none is None and kernels.launches[-1].states == 0
-    _, _, kept = launch.forward(call, output_final_state=True, keep=True)
-    assert kept is not None and kept.layout == launch.kept_layout(call)
+    _, _, kept = launch.forward(core, output_final_state=True, keep=True)
+    assert kept is not None and kept.layout == launch.kept_layout(core)
     kernels.launches.clear()
-    expected = launch.backward(call, kept, do, dht, needs_gates=True)
+    expected = backward(core, kept)
     assert kernels.names() == ["mirror", "gradients"]
-    for other in (None, Kept((torch.zeros(3),), (3,)), Kept((torch.zeros(3),), kept.layout)):
-        found = launch.backward(call, other, do, dht, needs_gates=True)
+    of_other = torch.full((3,), torch.nan)
+    for other in (None, Kept((of_other,), (3,)), Kept((of_other,), kept.layout)):
+        assert all(map(torch.equal, backward(core, other), expected))
         assert kernels.names() == ["matrices", "forward", "mirror", "gradients"]
-        assert all(x is y or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_prepared_calls() -> None:
-    call = draw(packed=True)
-    run = launch.prepare(call, output_final_state=True, keep=False)
-    expected = launch.forward(call, output_final_state=True, keep=False)
-    for tensors in (call.tensors, (at_odd_address(call.q), *call.tensors[1:])):
-        found = run(*tensors)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+@pytest.mark.parametrize(
+    "move", [at_odd_address, lambda t: t.repeat_interleave(2)[::2]], ids=["odd", "strided"]
+)
+def test_what_is_kept_may_lie_elsewhere(move: Any, op: Op, kernels: KDA) -> None:
+    """Where torch.compile or a hook on saved tensors has put it."""
+    core = core_of(draw(op))
+    *_, kept = launch.forward(core, output_final_state=True, keep=True)
+    moved = kept._replace(tensors=(move(kept.tensors[0]),))
+    assert all(map(torch.equal, backward(core, moved), backward(core, kept)))
 
 
-def test_v_of_more_than_the_backward_takes() -> None:
-    call = draw(dims=(64, 192))
-    launch.forward(call, output_final_state=False, keep=False)
+def test_the_layout_of_what_is_kept_is_known_of_fake_tensors(op: Op, kernels: KDA) -> None:
+    """Of a GPU, on any machine: what torch.compile asks."""
+    core = core_of(draw(op, (128, 128), group=2, packed=True))
+    with FakeTensorMode():
+        fake = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in core[:9]]
+        layout = launch.kept_layout(KDACore._make((*fake, *core[9:])))
+        *_, kept = torch.ops.tfla_tk.kda_fwd_kept(*fake, *core[9:], True, layout)
+    assert layout == launch.kept_layout(core) and kept.shape == layout[:1]
+    assert kept.device.type == "cuda" and kept.dtype == core.v.dtype
+
+
+# What the kernels take
+
+
+def verdict_of(x: Tensors, **options: Any) -> Any:
+    return support.supports_kda(dispatch.describe("chunk_kda", **x, **options)[2])
+
+
+def test_v_of_more_than_the_backward_takes(op: Op, kernels: KDA) -> None:
+    """Without gradients V may be larger."""
+    wide = replace(op, most=(128, 512))
+    x = draw(wide, (64, 192))
+    with torch.no_grad():
+        o, last = chunk_kda(**x, output_final_state=True, backend="tk")
+        exact = {name: t.double() for name, t in x.items()}
+        of_reference = chunk_kda(**exact, output_final_state=True, backend="reference")
+    assert_close({"o": o, "last": last}, dict(zip(("o", "last"), of_reference, strict=True)), 1e-2)
+    assert verdict_of(x).ok
+    with pytest.raises(UnsupportedError, match="V = 192, of a call with gradients the kernels take 128"):
+        results(wide, x)
+    core = core_of(x)
     with pytest.raises(UnsupportedError, match="V = 192"):
-        launch.forward(call, output_final_state=False, keep=True)
+        launch.forward(core, output_final_state=False, keep=True)
     with pytest.raises(UnsupportedError, match="V = 192"):
-        launch.backward(call, None, *given_to(call), needs_gates=True)
+        backward(core, None)
+
+
+def test_states_between_chunks_are_refused(op: Op, kernels: KDA) -> None:
+    """ "auto" goes on to the next backend."""
+    x, options = draw(op), {"return_intermediate_states": True}
+    with torch.inference_mode():
+        with pytest.raises(UnsupportedError, match="states between chunks"):
+            chunk_kda(**x, **options, backend="tk")
+        expected = chunk_kda(**x, **options, backend="reference")
+        found = chunk_kda(**x, **options)
+    assert kernels.names() == []
+    assert_equal({"o": found[0], "states": found[2]}, {"o": expected[0], "states": expected[2]})
+
+
+def test_more_channels_than_the_kernels_have(op: Op, kernels: KDA) -> None:
+    x = draw(replace(op, most=(256, 512)), (144, 64))
+    assert "K = 144" in verdict_of(x).reason and not verdict_of(x).ok
+
+
+@pytest.mark.parametrize(("multiprocessors", "walkers"), [(1000, 1), (1, 2)])
+def test_kernels_of_a_call(
+    multiprocessors: int, walkers: int, op: Op, kernels: KDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Walkers share a CTA where there are more than the machine can run at once."""
+    pretend_a_gpu(monkeypatch, *MODULES, multiprocessors=multiprocessors)
+    core = core_of(draw(op, (64, 128), dtype=torch.float16))
+    shape = Shape.of(core)
+    assert shape.kernels == (
+        instances.kda_matrices(64, True),
+        instances.kda_forward(64, True, walkers),
+    )
+    assert shape.backward_kernels == (
+        instances.kda_mirror(64, True, walkers),
+        instances.kda_gradients(64, True),
+    )

@@ -18,7 +18,8 @@ from .calls import MODULES, OPS, Op, forget_calls, take_tensors_for_a_gpus
 from .stand_in import pretend_a_gpu
 
 HEADS, DIM = 2, 64
-EVERY = pytest.mark.parametrize("op", [OPS[name] for name in ("exp", "decay", "gla", "delta", "kda")], ids=str)
+FAMILIES = ("exp", "decay", "gla", "delta", "kda")
+EVERY = pytest.mark.parametrize("op", [OPS[name] for name in FAMILIES], ids=str)
 
 
 class Launcher:
