@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_simple_gla
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_kda, chunk_simple_gla
 
 from . import delta_rule
 from .linear import (

@@ -103,6 +103,7 @@ def serve_delta_rule(patch: pytest.MonkeyPatch) -> Kernels:
 
 def serve_kda(patch: pytest.MonkeyPatch) -> Kernels:
     module = Kernels(kda_ops, f"{kda_package.__name__}.launch")
+    patch.setitem(sys.modules, module.__name__, module)
     patch.setattr(kda_package, "launch", module, raising=False)
     patch.setattr(tk_linear, "supports_kda", lambda call, variant=None: SUPPORTED)
     patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)

@@ -115,15 +115,6 @@ def test_states_without_a_token() -> None:
 # Backends
 
 
-def test_there_are_no_kernels_yet() -> None:
-    """Also of the registered op, on a GPU."""
-    with pytest.raises(UnsupportedError, match=r"chunk_kda on backend 'tk': .*no kernels of KDA's chunkwise"):
-        chunk_kda(**draw(by_channel=True), backend="tk")
-    core = ops._core(*_described(draw(by_channel=True)))
-    with pytest.raises(UnsupportedError, match="no kernels of KDA's chunkwise form"):
-        ops.ops._fwd_cuda(*core, False)
-
-
 def _described(x: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """The description of a call, and its tensors in their order."""
     _, call = tfla_tk.core.dispatch.describe("chunk_kda", **x)[1:]

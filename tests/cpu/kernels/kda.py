@@ -108,9 +108,8 @@ class KDA(Kernels):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[
-            Any
-        ] = []  # what is left for a later launch was made of; the place begins with a number
+        # what was made of what: the number of an entry stands where that is left for later launches
+        self._made: list[Any] = []
 
     def tiles_bytes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         of = Shape(*shape)
