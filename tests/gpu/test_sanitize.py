@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import families
 from .delta_rule import SEGMENT
-from .families import RAW, Case, compute, delta, draw, gated_delta, gla, kda, simple_gla
+from .families import RAW, Case, compute, delta, draw, gated_delta, gla, simple_gla
 from .mlstm import assert_accurate, compare, draw_packed, make_inputs
 
 # one instance with one state warpgroup, one with two, one whose heads take several slices of V, and the one
@@ -108,15 +108,13 @@ CASES = [
         for dims in all_dims
     ),
     gated_delta(48, 64, group=3, flags=RAW),
-    *(kda(*dims, group=2) for dims in ((64, 64), (128, 128))),
-    kda(96, 80, flags=RAW),
     *IN_WALK,
     *GLA,
     *(gla(*dims, form="cut") for dims in ((128, 256), (144, 272))),
 ]
 SMALL = [
     *((case, "batch") for case in CASES),
-    *((case, "packed") for case in (*IN_WALK, gated_delta(128, 128), gla(128, 256), kda(128, 128))),
+    *((case, "packed") for case in (*IN_WALK, gated_delta(128, 128), gla(128, 256))),
     *((case, "closed") for case in GLA),
     (gla(128, 256), "fp16"),
 ]
