@@ -22,7 +22,6 @@ _CYCLES = {1: 1830, 2: 2770}
 # what is made of g: codes of KdaGate
 _LOG, _SOFTPLUS, _SIGMOID = range(3)
 _NO_GATE: Gate = (0, 0, 0, 0, 0)
-TENSORS = 9  # of a `KDACore`; options follow
 
 
 class _Sizes(NamedTuple):
@@ -121,20 +120,20 @@ def readable(core: KDACore) -> KDACore:
         *(*map(as_operand, (q, k, v, g)), beta, a_log, dt_bias, as_state(initial_state)),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
     )
-    return core if are_same(tensors, core[:TENSORS]) else KDACore._make((*tensors, *options))
+    return core if are_same(tensors, core[:9]) else KDACore._make((*tensors, *options))
 
 
 def layout(core: KDACore) -> Any:
     """All that the launches of a call depend on but for addresses."""
-    of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in core[:TENSORS]]
-    return core.q.get_device(), *of_tensors, core[TENSORS:]
+    of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in core[:9]]
+    return core.q.get_device(), *of_tensors, core[9:]
 
 
 def number(core: KDACore) -> tuple[Any, Addresses]:
     """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
     addresses = Addresses()
-    at = [addresses.next(given=x is not None) for x in core[:TENSORS]]
-    return KDACore._make([*at, *core[TENSORS:]]), addresses
+    at = [addresses.next(given=x is not None) for x in core[:9]]
+    return KDACore._make([*at, *core[9:]]), addresses
 
 
 def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:

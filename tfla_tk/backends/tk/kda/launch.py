@@ -21,7 +21,6 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.kda.call import (
     MOST_TRAINED_V,
-    TENSORS,
     Left,
     Shape,
     inputs_at,
@@ -58,12 +57,12 @@ def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
     if prepared is None:
         prepared = Forward(read, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return prepared(*read[:TENSORS])
+    return prepared(*read[:9])
 
 
 def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
     """`forward` of the tensors of all calls whose tensors lie like these."""
-    options = core[TENSORS:]
+    options = core[9:]
 
     def run_any(*tensors: Any) -> Outputs:
         given = KDACore._make((*tensors, *options))
@@ -238,7 +237,7 @@ class Backward:
         parts = [None if size is None else make(size, dtype=torch.float32) for size in self._parts]
         scratch = core.q.new_empty(self._scratch_size)
         at = starts(
-            *core[:TENSORS], do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
+            *core[:9], do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
             scratch,
         )  # fmt: skip
         assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
