@@ -111,10 +111,10 @@ class Picks:
 
         Returns:
             of a tensor of all tokens [n, heads, L, ...] in the operator's layout; of a state
-            [n, heads, ...]; of a parameter [heads], once for each batch entry.
+            [n, heads, ...]; of a parameter the numbers of the heads, once for each batch entry.
         """
         if operator.is_parameter(name):
-            return self._grouped(tensor[None])[0, self.head].flatten()
+            return tensor.view(self.heads, -1)[self.head].flatten()
         if operator.is_state(name) and self.sequences is not None:
             return self._grouped(tensor)[self.sequences][:, self.head].flatten(1, 2)
         is_state = operator.is_state(name)
@@ -296,7 +296,7 @@ def compute_truth(
         for name in named:
             if operator.is_parameter(name):
                 # the pairs come batch entry by batch entry
-                named[name] = named[name].view(-1, shape.value_heads).sum(0)
+                named[name] = named[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
     backwards = {kind: changed[output] for kind, changed in given.items()} if cotangents else {}
     return Truth(values_of, backwards, picks, operator, form)
 

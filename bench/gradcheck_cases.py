@@ -23,10 +23,10 @@ RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 def _problems(operator: Operator) -> tuple[Operator, ...]:
     """An operator with the options that are checked.
 
-    mLSTMsig with and without the normaliser; the gated delta rule with raw inputs, too, and with the log
-    decay made of A_log and dt_bias.
+    mLSTMsig with and without the normaliser; the gated delta rule and KDA with raw inputs, too, and with the
+    log decay made of A_log and dt_bias.
     """
-    if operator.name == "gated_delta_rule":
+    if operator.name in ("gated_delta_rule", "kda"):
         return operator, raw_delta_rule(operator), raw_delta_rule(operator, gate_parameters=True)
     if operator.name == "mlstm_sig":
         states = {**operator.states, "n_initial": "K"}

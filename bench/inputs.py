@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Literal
 
@@ -54,7 +55,8 @@ def linear_inputs(
     seed: int = 0,
     forget_bias: float = FORGET_BIAS,
     *,
-    decay: Literal["head", "channel", "parameters"] | None = None,
+    decay: Literal["head", "channel"] | None = None,
+    gate_parameters: bool = False,
     beta: bool = False,
     raw: bool = False,
 ) -> dict[str, Tensor]:
@@ -65,9 +67,10 @@ def linear_inputs(
         layout: "bnsd", the default: these operators have one memory order, contiguous as they take tensors.
         seed: equal seeds give equal values on one device.
         decay: None without g. "head": g = logsigmoid(N(0, 1) + forget_bias) [B, T, HV]. "channel": the same
-            [B, T, H, K]. "parameters": g = N(0, 1) + FORGET_BIAS - forget_bias [B, T, HV], and A_log,
-            dt_bias [HV], of which the operator makes the decay -e^A_log softplus(g + dt_bias) as models begin
-            with: e^A_log from 1 to 16, softplus(dt_bias) from 0.001 to 0.1.
+            [B, T, HV, K].
+        gate_parameters: g = N(0, 1) + FORGET_BIAS - forget_bias, and A_log [HV] and dt_bias [HV] or [HV K],
+            of which the operator makes the decay -e^A_log softplus(g + dt_bias) as models begin with: e^A_log
+            from 1 to 16, softplus(dt_bias) from 0.001 to 0.1.
         beta: of the delta rule: q and k of norm 1, and beta = sigmoid(N(0, 1)) [B, T, HV].
         raw: q and k as they are drawn, and beta before the sigmoid.
 
@@ -84,15 +87,15 @@ def linear_inputs(
     rows = (shape.B, shape.T, shape.value_heads)
     found = {name: normal(shape.B, shape.T, shape.H, shape.K, dtype=dtype) for name in "qk"}
     found["v"] = normal(*rows, shape.V, dtype=dtype)
-    if decay == "head":
-        found["g"] = logsigmoid(normal(*rows) + forget_bias)
-    elif decay == "channel":
-        found["g"] = logsigmoid(more(shape.B, shape.T, shape.H, shape.K) + forget_bias)
+    channels = (shape.K,) if decay == "channel" else ()
+    if decay is not None and not gate_parameters:
+        found["g"] = logsigmoid((more if channels else normal)(*rows, *channels) + forget_bias)
     parameters = {}
-    if decay == "parameters":
+    if gate_parameters:
         generator = torch.Generator(device).manual_seed(seed + 2)
-        g = torch.randn(rows, generator=generator, device=device)
-        rate, step = torch.rand(2, shape.value_heads, generator=generator, device=device)
+        g = torch.randn((*rows, *channels), generator=generator, device=device)
+        rate = torch.rand(shape.value_heads, generator=generator, device=device)
+        step = torch.rand(math.prod((shape.value_heads, *channels)), generator=generator, device=device)
         step = 0.001 * 100**step
         found["g"] = g + FORGET_BIAS - forget_bias
         parameters = {"A_log": torch.log(1 + 15 * rate), "dt_bias": step + torch.log(-torch.expm1(-step))}

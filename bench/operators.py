@@ -66,7 +66,8 @@ class Operator:
         layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
         output: the output's name in rows and tolerances.
         gates: names of the gates among the inputs.
-        parameters: arguments of one number per head of v, whose gradients are sums over all tokens.
+        parameters: arguments of as many numbers for every head of v, head by head in one dimension, whose
+            gradients are sums over all tokens.
         states: arguments of the initial state that have a gradient, each with its dims: letters of a Shape.
         constants: arguments of the initial state that have none, each with its size.
         last: the argument that asks for the last state, whose parts come in the order of `states`.
@@ -142,7 +143,7 @@ class Operator:
         return bool({name, name.removeprefix("d")} & {*self.states, *self.constants})
 
     def is_parameter(self, name: str) -> bool:
-        """Whether it has one number per head of v."""
+        """Whether it has numbers of heads, not of tokens."""
         return bool({name, name.removeprefix("d")} & {*self.parameters})
 
     def head_first(self, tensor: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **f
     form = form or name
     decay: Any = None
     if "g" in gates:
-        decay = "channel" if name == "gla" else "head"
+        decay = "channel" if name in ("gla", "kda") else "head"
     given: dict[str, Any] = {
         "function": f"chunk_{name}",
         "inputs": partial(linear_inputs, decay=decay, beta="beta" in gates),
@@ -225,7 +226,7 @@ def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **f
     return Operator(name, **{**given, **fields})
 
 
-# flags of the gated delta rule: for raw q, k and beta; for a decay made of g by A_log and dt_bias
+# flags of the gated delta rule and of KDA: for raw q, k and beta; for a decay made of g by A_log and dt_bias
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 GATE_PARAMETERS = {"use_gate_in_kernel": True}
 
@@ -254,16 +255,16 @@ def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Operator:
-    """The gated delta rule with flags for the norm of q and k and for 2 sigmoid(beta).
+    """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta).
 
     Args:
         gate_parameters: its log decay is made of g by A_log and dt_bias, too.
     """
     assert operator.recurrent is not None
-    decay: Any = "parameters" if gate_parameters else "head"
+    inputs: Any = operator.inputs
     return replace(
         operator,
-        inputs=partial(linear_inputs, decay=decay, beta=True, raw=True),
+        inputs=partial(inputs, raw=True, gate_parameters=gate_parameters),
         truth=_raw_delta_rule(operator.truth),
         recurrent=_raw_delta_rule(operator.recurrent),
         options=RAW | (GATE_PARAMETERS if gate_parameters else {}),
@@ -308,6 +309,7 @@ OPERATORS: dict[str, Operator] = {
         _linear("gla", ("g",)),
         _linear("delta_rule", ("beta",), has_value_heads=True),
         _linear("gated_delta_rule", ("g", "beta"), has_value_heads=True),
+        _linear("kda", ("g", "beta"), has_value_heads=True),
     )
 }
 # what --op takes as well: public function -> name

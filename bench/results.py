@@ -31,6 +31,7 @@ _LINEAR = {
     "gla": "GLA",
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
+    "kda": "KDA",
 }
 # in the order of the tables, with what they are called there
 TITLES = {

@@ -145,6 +145,9 @@ _SETS: dict[str, str] = {
     "1x32768x16x128x128xHV64 8x1024x16x128x128xHV32 4x4096x16x128x128xHV48 1x65536x16x128x128 "
     "4x4096x16x64x64 4x4096x30x96x192 4x4096x6x256x512 1x65536x16x128x128xN512xHV32 "
     "1x65536x16x128x128xN64xHV32 1x65536x16x128x128xN16xHV32",
+    # small models, FlashKDA's own, one long row, Kimi Linear's heads, short rows, documents of about 4096
+    "kda": "8x8192x16x128x128 1x8192x96x128x128 1x16384x16x128x128 1x8192x32x128x128 8x2048x32x128x128 "
+    "1x65536x32x128x128xN16",
     # so short that the host's time shows
     "delta_host": "1x512x16x128x128xHV32 1x2048x16x128x128xHV32",
 }
@@ -231,9 +234,13 @@ def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
 
 
 def _linear(
-    gates: int | None, forward: FlopsOfDims = flops.forward, backward: FlopsOfDims = flops.backward
+    gates: int,
+    forward: FlopsOfDims = flops.forward,
+    backward: FlopsOfDims = flops.backward,
+    *,
+    by_channel: bool = False,
 ) -> PerToken:
-    """An operator with so many fp32 gates per token and head of v; None where there are K of them.
+    """An operator with so many fp32 gates per token and head of v, and K more where they are by channel.
 
     Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the gates,
     do and the gradients of the inputs. q and k are read once per head of their own, however many heads of v
@@ -243,7 +250,7 @@ def _linear(
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
         keys, values = shape.K / shape.group, shape.V
-        numbers = shape.K if gates is None else gates
+        numbers = gates + shape.K * by_channel
         shared = (1 - 1 / shape.group) * flops.intra_chunk(shape.K, 0)
         return Cost(forward(shape.K, shape.V) - shared, itemsize * 2 * (keys + values) + 4 * numbers), Cost(
             backward(shape.K, shape.V) - 3 * shared, itemsize * (4 * keys + 3 * values) + 8 * numbers
@@ -284,5 +291,6 @@ COSTS: dict[str, PerToken] = {
     # beta; g and beta
     "delta_rule": _linear(1, flops.delta_rule, flops.delta_rule_backward),
     "gated_delta_rule": _linear(2, flops.delta_rule, flops.delta_rule_backward),
-    "gla": _linear(None, backward=flops.gla_backward),
+    "gla": _linear(0, backward=flops.gla_backward, by_channel=True),
+    "kda": _linear(1, flops.delta_rule, flops.delta_rule_backward, by_channel=True),
 }

@@ -7,6 +7,7 @@ differentiable by autograd and computed in the inputs' dtype, at least fp32.
 from __future__ import annotations
 
 from .delta_rule import (
+    ChunkDecay,
     delta_rule_chunkwise,
     delta_rule_parallel,
     delta_rule_recurrent,
@@ -26,6 +27,7 @@ from .delta_rule_inputs import (
 )
 from .gla import gla_chunkwise, gla_parallel, gla_recurrent
 from .gla_backward import GLAGrads, gla_backward
+from .kda import kda_backward, kda_chunkwise, kda_parallel, kda_recurrent, kda_with_states
 from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
 from .mlstm_backward import MLSTMGrads, mlstm_backward, mlstm_siging_backward
 from .mlstm_forward import MLSTMForward, mlstm_forward_terms
@@ -46,6 +48,7 @@ from .simple_gla import (
 )
 
 __all__ = [
+    "ChunkDecay",
     "DeltaRuleGrads",
     "GLAGrads",
     "LogDecayGrads",
@@ -65,6 +68,11 @@ __all__ = [
     "gla_chunkwise",
     "gla_parallel",
     "gla_recurrent",
+    "kda_backward",
+    "kda_chunkwise",
+    "kda_parallel",
+    "kda_recurrent",
+    "kda_with_states",
     "l2_norm",
     "l2_norm_backward",
     "lightning_log_decay",

@@ -11,11 +11,15 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+
+from tfla_tk.core import transforms
 
 States = tuple[Tensor, ...]
 Step = Callable[..., tuple[Tensor, States]]  # one token, or one chunk
@@ -111,6 +115,23 @@ def scan_chunks(chunk: Step, size: int, tokens: States, states: States) -> tuple
         out, states = chunk(*piece, *states)
         outputs.append(out)
     return (torch.cat(outputs, dim=2) if outputs else tokens[2].clone()), states
+
+
+def recomputed(chunk: Step) -> Step:
+    """``chunk``, whose backward pass computes its terms again instead of keeping them."""
+    if not _can_recompute():
+        return chunk
+    return partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
+
+
+def _can_recompute() -> bool:
+    """Whether a checkpoint works here: not under torch.func, whose transforms it may lack rules for."""
+    if transforms.are_active() or transforms.is_forward_mode_on():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+    return is_enabled is None or bool(is_enabled())
 
 
 def split_chunks(tokens: States, size: int) -> list[States]:

@@ -1,11 +1,14 @@
-"""DeltaNet and gated DeltaNet.
+"""DeltaNet, gated DeltaNet and Kimi Delta Attention (KDA).
 
 Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024) and
-"Gated Delta Networks" (2025). One head, with log decay g_t (0 for DeltaNet), writing strength beta_t and
-scale s::
+"Gated Delta Networks" (2025); Kimi Team, "Kimi Linear" (2025). One head, with decay D_t, writing strength
+beta_t and scale s::
 
-    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T
+    S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t S_{t-1})^T k_t)^T
     o_t = s q_t^T S_t
+
+D_t is 1 (DeltaNet), e^{g_t} (gated DeltaNet) or diag(e^{g_t}) with g_t in R^K (KDA). The functions of the
+gated rule take g of either kind.
 
 The chunkwise form solves for the writes U of a whole chunk (UT transform); it is well conditioned
 for keys of norm 1.
@@ -15,12 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, einsum
 
-from .common import States, described, full_precision, in_one_chunk, scan_chunks, scan_tokens, segment_sum
+from .common import (
+    States,
+    described,
+    full_precision,
+    in_one_chunk,
+    recomputed,
+    scan_chunks,
+    scan_tokens,
+    segment_sum,
+)
 from .linear import run_linear
 
 R = TypeVar("R")
@@ -43,7 +55,7 @@ def gated_delta_rule_recurrent(
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
             HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
-        g: [B, T, HV] natural-log decay. beta: [B, T, HV] writing strength.
+        g: [B, T, HV] natural-log decay, or [B, T, HV, K] per channel. beta: [B, T, HV] writing strength.
         scale: factor on q; None is K^-1/2.
         initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
         output_final_state: return the last state instead of None.
@@ -75,9 +87,12 @@ def gated_delta_rule_chunkwise(
     """Gated delta rule in chunks: a triangular solve inside a chunk, recurrent from chunk to chunk.
 
     Arguments, result and errors as in :func:`gated_delta_rule_recurrent`; ``chunk_size`` is any positive
-    number of tokens and the last chunk may be shorter.
+    number of tokens and the last chunk may be shorter. With a decay per channel a chunk needs memory for
+    B HV K chunk_size^2 numbers; the backward pass recomputes chunk by chunk, so that it needs no more. Under
+    torch.func it keeps them all.
     """
-    form = partial(scan_chunks, gated_delta_chunk, chunk_size)
+    chunk = recomputed(gated_delta_chunk) if g.dim() == q.dim() else gated_delta_chunk
+    form = partial(scan_chunks, chunk, chunk_size)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -113,11 +128,67 @@ delta_rule_chunkwise = _without_decay(
 )
 
 
+class ChunkDecay(NamedTuple):
+    """The decay in a chunk of L tokens, with b = cumsum(g); shapes without the leading [B, H].
+
+    Attributes:
+        pairs: [L, L] e^{b_t - b_j} for j <= t and else 0, or [K, L, L] per channel.
+        through: [L, 1] e^b, or [L, K].
+    """
+
+    pairs: Tensor
+    through: Tensor
+
+    @property
+    def per_channel(self) -> bool:
+        """Every channel has a decay of its own."""
+        return self.pairs.dim() > self.through.dim()
+
+    @property
+    def to_end(self) -> Tensor:
+        """[L, 1] e^{b_L - b}, or [L, K]."""
+        last = self.pairs[..., -1, :]
+        return last.mT if self.per_channel else last[..., None]
+
+    @property
+    def whole(self) -> Tensor:
+        """[1, 1] e^{b_L}, or [K, 1]."""
+        return self.through[..., -1:, :].mT
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """[L, L] sum_c e^{b_tc - b_jc} x_tc y_jc of x, y [L, K]."""
+        if self.per_channel:
+            return einsum("bhtk,bhktj,bhjk->bhtj", x, self.pairs, y)
+        return self.pairs * (x @ y.mT)
+
+    def from_left(self, weights: Tensor, y: Tensor) -> Tensor:
+        """[L, K] sum_j e^{b_t - b_j} weights_tj y_j."""
+        if self.per_channel:
+            return einsum("bhtj,bhktj,bhjk->bhtk", weights, self.pairs, y)
+        return (self.pairs * weights) @ y
+
+    def from_right(self, weights: Tensor, x: Tensor) -> Tensor:
+        """[L, K] sum_t e^{b_t - b_j} weights_tj x_t."""
+        if self.per_channel:
+            return einsum("bhtj,bhktj,bhtk->bhjk", weights, self.pairs, x)
+        return (self.pairs * weights).mT @ x
+
+
+def chunk_decay(g: Tensor, *, per_channel: bool) -> ChunkDecay:
+    """Of log decays [B, H, L], or [B, H, L, K] per channel."""
+    through = torch.exp(g.cumsum(2))
+    if per_channel:
+        return ChunkDecay(torch.exp(segment_sum(g.mT)), through)
+    return ChunkDecay(torch.exp(segment_sum(g)), through[..., None])
+
+
 def gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[Tensor, States]:
-    """One token, q scaled: q, k [B, H, K], v [B, H, V], g, beta [B, H], s [B, H, K, V]."""
-    s = torch.exp(g)[..., None, None] * s
+    """One token, q scaled: q, k [B, H, K], v [B, H, V], g [B, H] or [B, H, K], beta [B, H],
+    s [B, H, K, V]."""
+    rows = g if g.dim() == q.dim() else g[..., None]
+    s = torch.exp(rows)[..., None] * s
     u = beta[..., None] * (v - einsum("bhk,bhkv->bhv", k, s))
     s = s + einsum("bhk,bhv->bhkv", k, u)
     return einsum("bhk,bhkv->bhv", q, s), (s,)
@@ -126,17 +197,16 @@ def gated_delta_step(
 def gated_delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[Tensor, States]:
-    """One chunk, q scaled: q, k [B, H, L, K], v [B, H, L, V], g, beta [B, H, L], s [B, H, K, V]."""
-    decay = torch.exp(segment_sum(g))
-    through = torch.exp(g.cumsum(-1))[..., None]
+    """One chunk, q scaled: q, k [B, H, L, K], v [B, H, L, V], g [B, H, L] or [B, H, L, K], beta [B, H, L],
+    s [B, H, K, V]."""
+    decay = chunk_decay(g, per_channel=g.dim() == q.dim())
+    through = decay.through
     beta = beta[..., None]
-    # writes: (I + strict_tril(beta decay K K^T)) U = beta (V - e^b K S)
-    overlap = (beta * decay * einsum("bhtk,bhjk->bhtj", k, k)).tril(-1)
-    unwritten = beta * (v - through * einsum("bhtk,bhkv->bhtv", k, s))
+    # writes: (I + strict_tril(beta KK)) U = beta (V - e^b K S)
+    overlap = (beta * decay.products(k, k)).tril(-1)
+    unwritten = beta * (v - (through * k) @ s)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     u = torch.linalg.solve_triangular(identity + overlap, unwritten, upper=False, unitriangular=True)
     # reads
-    scores = decay * einsum("bhtk,bhjk->bhtj", q, k)
-    o = einsum("bhtj,bhjv->bhtv", scores, u) + through * einsum("bhtk,bhkv->bhtv", q, s)
-    k_end = decay[..., -1, :, None] * k
-    return o, (through[..., -1:, :] * s + einsum("bhjk,bhjv->bhkv", k_end, u),)
+    o = decay.products(q, k) @ u + (through * q) @ s
+    return o, (decay.whole * s + (decay.to_end * k).mT @ u,)

@@ -1,4 +1,4 @@
-"""Explicit backward of DeltaNet and gated DeltaNet, chunk by chunk, with every term in the open.
+"""Explicit backward of DeltaNet, gated DeltaNet and KDA, chunk by chunk, with every term in the open.
 
 In a chunk with b = cumsum(g), E_tj = e^{b_t - b_j} for j <= t and else 0, S the state that enters it, dS the
 gradient of the one that leaves it, and s the scale; stril is the part below the diagonal::
@@ -25,16 +25,20 @@ gradient of the one that leaves it, and s the scale; stril is the part below the
                 from_S_u = e^{b_u} (s q_u . (S do_u) - k_u . (S beta dY_u))
                 F_uj     = s (E . do U^T)_uj q_u . k_j + (beta E . M)_uj k_u . k_j
                 to_dS_j  = e^{b_L - b_j} k_j . (dS U_j)
+
+With a decay per channel every channel has its own E and b: a product with E K^T or E K sums over channels
+with the E of each, and dg_t is that flow per channel, <S, dS> a sum over V alone.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .common import BackwardForm, States, full_precision, log_decay_gradient, segment_sum
+from .common import BackwardForm, States, full_precision, log_decay_gradient
+from .delta_rule import chunk_decay
 from .linear import run_backward
 
 
@@ -43,7 +47,8 @@ class DeltaRuleGrads(NamedTuple):
 
     Attributes:
         dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
-        dg: [B, T, HV] gradient of the log decay. dbeta: [B, T, HV] gradient of the writing strength.
+        dg: gradient of the log decay, [B, T, HV] or [B, T, HV, K]. dbeta: [B, T, HV] that of the writing
+            strength.
         dh0: [N, HV, K, V] gradient of the initial state.
     """
 
@@ -86,27 +91,26 @@ def gated_delta_rule_backward(
 
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
-) -> tuple[States, States]:
-    """E, e^b [L, 1], e^{b_L - b} [L, 1], KK, A, V - X and U of one chunk, and the state that leaves it.
+) -> tuple[tuple[Any, ...], States]:
+    """The decay (`ChunkDecay`), KK, QK, A, V - X and U of one chunk, and the state that leaves it.
 
     Args:
-        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g, beta: [B, H, L]. s: [B, H, K, V], enters the chunk.
+        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g: [B, H, L] or [B, H, L, K]. beta: [B, H, L].
+        s: [B, H, K, V], enters the chunk.
     """
-    decay = torch.exp(segment_sum(g))
-    through = torch.exp(g.cumsum(-1))[..., None]
-    to_end = decay[..., -1, :, None]
-    overlap = (decay * (k @ k.mT)).tril(-1)
+    decay = chunk_decay(g, per_channel=g.dim() == q.dim())
+    overlap = decay.products(k, k).tril(-1)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
     system = identity + beta[..., None] * overlap
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
-    unwritten = v - through * (k @ s)
+    unwritten = v - (decay.through * k) @ s
     writes = inverse @ (beta[..., None] * unwritten)
-    leaving = through[..., -1:, :] * s + (to_end * k).mT @ writes
-    return (decay, through, to_end, overlap, inverse, unwritten, writes), (leaving,)
+    leaving = decay.whole * s + (decay.to_end * k).mT @ writes
+    return (decay, overlap, decay.products(q, k), inverse, unwritten, writes), (leaving,)
 
 
 def _chunk_backward(
-    forward: States,
+    forward: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,27 +126,30 @@ def _chunk_backward(
         q (scaled), k, v, g, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state
             that leaves the chunk.
     """
-    decay, through, to_end, overlap, inverse, unwritten, writes = forward
+    decay, overlap, scores, inverse, unwritten, writes = forward
+    through, to_end, whole = decay.through, decay.to_end, decay.whole
     beta = beta[..., None]
     # R
-    dwrites = (decay * (q @ k.mT)).mT @ do + (to_end * k) @ ds
+    dwrites = scores.mT @ do + (to_end * k) @ ds
     dy = inverse.mT @ dwrites
     dv = beta * dy
-    ds_in = through[..., -1:, :] * ds + (through * q).mT @ do - (through * k).mT @ dv
+    ds_in = whole * ds + (through * q).mT @ do - (through * k).mT @ dv
     # D1 and D2
-    dscores = decay * (do @ writes.mT)
+    dscores = do @ writes.mT
     m = -(dy @ writes.mT).tril(-1)
-    dpairs = beta * decay * m
+    dpairs = beta * m
     of_reads, of_erasures = through * (do @ s.mT), -through * (dv @ s.mT)
     of_writes = to_end * (writes @ ds.mT)
-    dq = of_reads + dscores @ k
-    dk_left = of_erasures + dpairs @ k
-    dk_right = of_writes + dscores.mT @ q + dpairs.mT @ k
-    dg = log_decay_gradient(
-        dscores * (q @ k.mT) + dpairs * (k @ k.mT),
-        (q * of_reads + k * of_erasures).sum(-1),
-        (k * of_writes).sum(-1),
-        (through[..., -1:, :] * s * ds).sum((-1, -2)),
-    )
+    dq = of_reads + decay.from_left(dscores, k)
+    dk_left = of_erasures + decay.from_left(dpairs, k)
+    dk_right = of_writes + decay.from_right(dscores, q) + decay.from_right(dpairs, k)
+    received, sent, passed = q * of_reads + k * of_erasures, k * of_writes, whole * s * ds
+    if decay.per_channel:
+        queries, keys = q.mT[..., None], k.mT[..., None]
+        flows = decay.pairs * keys.mT * (dscores[:, :, None] * queries + dpairs[:, :, None] * keys)
+        dg = log_decay_gradient(flows, received.mT, sent.mT, passed.sum(-1)).mT
+    else:
+        flows = decay.pairs * (dscores * (q @ k.mT) + dpairs * (k @ k.mT))
+        dg = log_decay_gradient(flows, received.sum(-1), sent.sum(-1), passed.sum((-1, -2)))
     dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
     return dq, dk_left + dk_right, dv, dg, dbeta, ds_in

@@ -2,7 +2,8 @@
 
     q, k    x / sqrt(sum x^2 + 1e-6)                 over the head dim
     beta    sigmoid(x), times 2 where negative eigenvalues of I - beta k k^T are allowed
-    g       -exp(A_log) softplus(x + dt_bias)        A_log and dt_bias per head of v
+    g       -exp(A_log) softplus(x + dt_bias)        A_log per head of v, dt_bias too, in KDA per channel
+            lower_bound sigmoid(exp(A_log) (x + dt_bias))    instead, in KDA with a lower bound
 
 Everything is differentiable by autograd and computed in the inputs' dtype, at least fp32; the functions named
 ``*_backward`` are the same gradients explicitly.
@@ -53,33 +54,56 @@ def writing_strength_backward(x: Tensor, dbeta: Tensor, allow_neg_eigval: bool =
 
 
 @full_precision
-def delta_log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """-exp(A_log) softplus(x + dt_bias), in at least fp32.
+def delta_log_decay(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, lower_bound: float | None = None
+) -> Tensor:
+    """-exp(A_log) softplus(x + dt_bias), in at least fp32; see also ``lower_bound``.
 
     Args:
-        x: [B, T, HV]. A_log, dt_bias: [HV].
+        x: [B, T, HV], or [B, T, HV, K] of KDA.
+        A_log: [HV]; None is 0. dt_bias: [HV], of KDA [HV K]; None is 0.
+        lower_bound: take lower_bound sigmoid(exp(A_log) (x + dt_bias)) instead.
     """
-    dtype = compute_dtype(x, A_log, dt_bias)
-    biased = x.to(dtype) if dt_bias is None else x.to(dtype) + dt_bias.to(dtype)
-    return -torch.exp(A_log.to(dtype)) * softplus(biased)
+    rate, biased = _rate_and_biased(x, A_log, dt_bias)
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * biased)
+    return -rate * softplus(biased)
 
 
 class LogDecayGrads(NamedTuple):
-    """Gradients of :func:`delta_log_decay`, each in the dtype and shape of its input."""
+    """Gradients of :func:`delta_log_decay`, each in the dtype and shape of its input, None where it is."""
 
     dx: Tensor
-    dA_log: Tensor
+    dA_log: Tensor | None
     ddt_bias: Tensor | None
 
 
 @full_precision
-def delta_log_decay_backward(x: Tensor, A_log: Tensor, dt_bias: Tensor | None, dg: Tensor) -> LogDecayGrads:
-    """The gradients from that of the log decay, dg [B, T, HV]; those per head are sums over B and T."""
-    dtype = compute_dtype(x, A_log, dt_bias, dg)
-    biased = x.to(dtype) if dt_bias is None else x.to(dtype) + dt_bias.to(dtype)
-    rate = torch.exp(A_log.to(dtype))
+def delta_log_decay_backward(
+    x: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    dg: Tensor,
+    lower_bound: float | None = None,
+) -> LogDecayGrads:
+    """The gradients from that of the log decay, dg like x; those of parameters are sums over B and T."""
+    rate, biased = _rate_and_biased(x, A_log, dt_bias)
+    dg = dg.to(biased.dtype)
     # the rate times dg alone may overflow
-    dx = -dg.to(dtype) * (rate * torch.sigmoid(biased))
-    d_a = -(dg.to(dtype) * (rate * softplus(biased))).sum((0, 1))
-    d_bias = None if dt_bias is None else dx.sum((0, 1)).to(dt_bias.dtype)
-    return LogDecayGrads(dx.to(x.dtype), d_a.to(A_log.dtype), d_bias)
+    if lower_bound is None:
+        dx, d_a = -dg * (rate * torch.sigmoid(biased)), -dg * (rate * softplus(biased))
+    else:
+        inner = rate * biased
+        slope = lower_bound * torch.sigmoid(inner) * torch.sigmoid(-inner)
+        dx, d_a = dg * (slope * rate), dg * (slope * inner)
+    of_bias = None if dt_bias is None else dx.sum((0, 1)).view_as(dt_bias).to(dt_bias.dtype)
+    of_a = None if A_log is None else d_a.sum((0, 1)).view(len(A_log), -1).sum(1).to(A_log.dtype)
+    return LogDecayGrads(dx.to(x.dtype), of_a, of_bias)
+
+
+def _rate_and_biased(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """exp(A_log) and x + dt_bias, the former to be multiplied with the latter."""
+    dtype = compute_dtype(x, A_log, dt_bias)
+    biased = x.to(dtype) if dt_bias is None else x.to(dtype) + dt_bias.to(dtype).view(x.shape[2:])
+    rate = x.new_ones(x.shape[2], dtype=dtype) if A_log is None else torch.exp(A_log.to(dtype))
+    return rate.view(-1, *[1] * (x.dim() - 3)), biased

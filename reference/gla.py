@@ -14,11 +14,16 @@ from functools import partial
 import torch
 from einops import rearrange
 from torch import Tensor, einsum
-from torch.utils.checkpoint import checkpoint
 
-from tfla_tk.core import transforms
-
-from .common import States, full_precision, in_one_chunk, scan_chunks, scan_tokens, segment_sum
+from .common import (
+    States,
+    full_precision,
+    in_one_chunk,
+    recomputed,
+    scan_chunks,
+    scan_tokens,
+    segment_sum,
+)
 from .linear import run_linear
 
 
@@ -71,8 +76,7 @@ def gla_chunkwise(
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
     recomputes chunk by chunk, so that it needs no more. Under torch.func it keeps them all.
     """
-    chunk = _recomputed_chunk if _can_recompute() else gla_chunk
-    form = partial(scan_chunks, chunk, chunk_size)
+    form = partial(scan_chunks, recomputed(gla_chunk), chunk_size)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -83,20 +87,6 @@ gla_parallel = in_one_chunk(
     Arguments, result and errors as in :func:`gla_recurrent`.
     """,
 )
-
-
-def _recomputed_chunk(*args: Tensor) -> tuple[Tensor, States]:
-    return checkpoint(gla_chunk, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def _can_recompute() -> bool:
-    """Whether a checkpoint works here: not under torch.func, whose transforms it may lack rules for."""
-    if transforms.are_active() or transforms.is_forward_mode_on():
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
-    return is_enabled is None or bool(is_enabled())
 
 
 def gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:

@@ -9,8 +9,9 @@ Importing this package touches no GPU and compiles nothing. Public names:
     chunk_retention, chunk_lightning_attn      the same with the decays of RetNet and of Lightning Attention
     chunk_gla                                  linear attention with a decay per token, head and key channel
     chunk_delta_rule, chunk_gated_delta_rule   DeltaNet; gated DeltaNet, with a decay per token and head
+    chunk_kda                                  KDA, the delta rule with a decay per key channel
     fused_recurrent_gla, fused_recurrent_simple_gla, fused_recurrent_retention,
-    fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule
+    fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda
                                                the same token by token, for decoding
     batch_invariant, is_batch_invariant        an option: results of a sequence do not depend on its batch
     which                                      the backend that a call would use, and why
@@ -33,11 +34,13 @@ from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.gla import chunk_gla
+from tfla_tk.kda import chunk_kda
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.recurrent import (
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gla,
+    fused_recurrent_kda,
     fused_recurrent_retention,
     fused_recurrent_simple_gla,
 )
@@ -54,12 +57,14 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gla",
+    "chunk_kda",
     "chunk_lightning_attn",
     "chunk_retention",
     "chunk_simple_gla",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
+    "fused_recurrent_kda",
     "fused_recurrent_retention",
     "fused_recurrent_simple_gla",
     "is_batch_invariant",

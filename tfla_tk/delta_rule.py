@@ -7,6 +7,7 @@ taken.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +52,7 @@ def _describe_delta_rule(**arguments: Any) -> tuple[str, DeltaRuleCall]:
 
 
 def _describe_gated(*, chunk_indices: Any, cp_context: Any, **arguments: Any) -> tuple[str, DeltaRuleCall]:
-    _check_no_context(cp_context)
+    check_no_context(cp_context)
     return _path.describe(**arguments, gated=True)
 
 
@@ -167,7 +168,7 @@ def chunk_gated_delta_rule(
         TypeError, ValueError, UnsupportedError: as in `chunk_simple_gla`.
     """
     if cp_context is not None:
-        _check_no_context(cp_context)
+        check_no_context(cp_context)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     return _path.serve(
@@ -177,30 +178,35 @@ def chunk_gated_delta_rule(
     )
 
 
-def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:
-    """Check that a call of `chunk_gated_delta_rule` would be served; nothing is computed.
+def checking(function: Callable[..., Any], path: CallPath, **fixed: Any) -> Callable[..., None]:
+    """Of a public function with cp_context a function of the same arguments, which checks that the call would
+    be served; nothing is computed. It raises what the call would.
 
-    Raises:
-        TypeError, ValueError, UnsupportedError: as the call would.
+    Args:
+        path: of its calls. fixed: what the path takes beside the arguments.
     """
-    names = _gated_signature.parameters
-    arguments = {**_GATED_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
-    if arguments.keys() != names.keys():
-        # the TypeError for what is missing or unknown
-        _gated_signature.bind(*args, **kwargs)
-    _check_no_context(arguments["cp_context"])
-    arguments["gated"] = True
-    tensors, options = (tuple(arguments[name] for name in names) for names in (_TENSORS, _OPTIONS))
-    _path.plan("chunk_gated_delta_rule", tensors, options)
+    signature = inspect.signature(function)
+    names = signature.parameters
+    defaults = {name: each.default for name, each in names.items() if each.default is not each.empty}
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if arguments.keys() != names.keys():
+            # the TypeError for what is missing or unknown
+            signature.bind(*args, **kwargs)
+        check_no_context(arguments["cp_context"])
+        arguments |= fixed
+        tensors, options = (tuple(arguments[x] for x in of) for of in (path.tensors, path.options))
+        path.plan(function.__name__, tensors, options)
+
+    return check
 
 
-_gated_signature = inspect.signature(chunk_gated_delta_rule)
-_GATED_DEFAULTS = {
-    name: each.default for name, each in _gated_signature.parameters.items() if each.default is not each.empty
-}
-
-
-def _check_no_context(cp_context: Any) -> None:
+def check_no_context(cp_context: Any) -> None:
+    """ValueError for anything but None."""
     if cp_context is not None:
-        expected = "None (context parallelism is fla's own: call fla.ops.gated_delta_rule)"
+        expected = "None (context parallelism is fla's own: call its function)"
         fail("cp_context", expected, type(cp_context).__name__)
+
+
+check_gated_delta_rule = checking(chunk_gated_delta_rule, _path, gated=True)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk import delta_rule, gla, simple_gla
+from tfla_tk import delta_rule, gla, kda, simple_gla
 from tfla_tk.calls.delta_rule import check_delta_rule
 from tfla_tk.calls.gla import check_gla
+from tfla_tk.calls.kda import check_kda
 from tfla_tk.calls.linear import LinearCall, check_simple_gla
 from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
 from tfla_tk.core.checks import fail, shown
@@ -29,12 +30,21 @@ class _Path(CallPath):
     """The calls of a family token by token: those of its chunkwise functions, with states in place of them.
 
     The last of their tensors, the offsets on the CPU, gives way to state_indices.
+
+    Args:
+        options: without `backend`; None: those of the chunkwise functions.
     """
 
-    def __init__(self, chunkwise: CallPath, check: Callable[..., LinearCall], **fixed: Any) -> None:
+    def __init__(
+        self,
+        chunkwise: CallPath,
+        check: Callable[..., LinearCall],
+        options: tuple[str, ...] | None = None,
+        **fixed: Any,
+    ) -> None:
         tensors = *chunkwise.tensors[:-1], "state_indices"
         self._state = tensors.index("initial_state")
-        options = *chunkwise.options[:-1], "inplace", "backend"
+        options = *(options or chunkwise.options[:-1]), "inplace", "backend"
 
         def check_call(**arguments: Any) -> LinearCall:
             return check_recurrent(partial(check, cu_seqlens_cpu=None, **fixed), **arguments)
@@ -51,6 +61,7 @@ class _Path(CallPath):
 _gla = _Path(gla._path, check_gla, gate="gk")
 _simple_gla = _Path(simple_gla._path, check_simple_gla)
 _delta_rule = _Path(delta_rule._path, check_delta_rule)
+_kda = _Path(kda._path, check_kda, kda.OPTIONS)
 
 
 def _describe_gla(*, gk: Any, gv: Any, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
@@ -299,6 +310,45 @@ def fused_recurrent_gated_delta_rule(
             inplace,
             backend,
         ),
+    )
+    return result
+
+
+@operator(_kda.describe)
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Kimi Delta Attention token by token: what `chunk_kda` computes.
+
+    Args:
+        state_indices, inplace: as in `fused_recurrent_gla`.
+        others, result and errors: as in `chunk_kda`.
+    """
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    result: Result = _kda.serve(
+        "fused_recurrent_kda",
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, *flags, lower_bound, state_v_first, inplace, backend),
     )
     return result
 

@@ -7,15 +7,12 @@
 #include "common/warp.cuh"
 #include "sequence/gate_loads.cuh"
 #include "sequence/log_gates.cuh"
+#include "sequence/token_factors.cuh"
 
 namespace tfla_tk::delta_rule {
 
 // In the place of what a kernel has no need of.
 struct Nothing {};
-
-__device__ inline void write_pair(float* values, int place, float2 x) {
-    *reinterpret_cast<float2*>(&values[place]) = x;
-}
 
 // log2 of the decay from the chunk's start up to and with each of the lane's tokens 2 l and 2 l + 1, by one
 // warp.
@@ -84,28 +81,6 @@ __device__ inline float2 rest_part(float2 beta, float2 kept) {
 __device__ inline float2 update_part(float2 beta, float2 kept) {
     return {update_part(beta.x, kept.x), update_part(beta.y, kept.y)};
 }
-
-// One number per token, in the order of an accumulator's columns: the four tokens of 16 that a lane has are
-// neighbours.
-struct alignas(16) TokenFactors {
-    float data[kChunk];
-
-    // Of tokens 2 l and 2 l + 1, by lane l.
-    __device__ inline void write(int lane, float2 x) {
-        write_pair(data, lane / 8 * 16 + lane % 4 * 4 + lane / 4 % 2 * 2, x);
-    }
-    __device__ inline float of(int token) const {
-        return data[token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2];
-    }
-    // Of this lane's columns of the j-th 16: column pairs 0 and 1.
-    struct Columns {
-        float2 of[2];
-    };
-    __device__ inline Columns columns(int j, int lane) const {
-        const float4 x = *reinterpret_cast<const float4*>(&data[16 * j + lane % 4 * 4]);
-        return {{{x.x, x.y}, {x.z, x.w}}};
-    }
-};
 
 // This lane's factors of all tokens, in registers. NOTES: beside GEMMs a load from shared memory takes some
 // 200 cycles. So a walker reads what its chain needs one step ahead; pinned, since ptxas would read it late.

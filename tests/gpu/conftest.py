@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tfla_tk import delta_rule, gla, mlstm, simple_gla
+from tfla_tk import delta_rule, gla, kda, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
 from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
+from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
@@ -78,11 +79,11 @@ def fla_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path):
+    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path, kda._path):
         path.plans.clear()
-    for launches in (tk_forward, gla_launch, delta_launch):
+    for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
         launches._forwards.clear()
-    for launches in (tk_backward, gla_backward, delta_launch):
+    for launches in (tk_backward, gla_backward, delta_launch, kda_launch):
         launches._backwards.clear()
 
 

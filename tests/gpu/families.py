@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,10 +60,15 @@ class Case:
         if not self.normalize:
             found["normalize"] = False
         if "use_gate_in_kernel" in self.flags:
-            ends = {"A_log": (-1.0, 0.5), "dt_bias": (0.5, -2.0)}
             heads = HEADS * self.group
-            found |= {name: torch.linspace(*of, heads, device=DEVICE) for name, of in ends.items()}
+            channels = math.prod(self.channels("g"))
+            found["A_log"] = torch.linspace(-1.0, 0.5, heads, device=DEVICE)
+            found["dt_bias"] = torch.linspace(0.5, -2.0, heads * channels, device=DEVICE)
         return found
+
+    def channels(self, gate: str) -> tuple[int, ...]:
+        """The dims of a gate behind tokens and heads."""
+        return self.dims[:1] if gate == "g" and self.function in ("chunk_gla", "chunk_kda") else ()
 
 
 def mlstm(gate: str, *dims: int, **fields: Any) -> Case:
@@ -88,14 +94,17 @@ def gated_delta(*dims: int, **fields: Any) -> Case:
     return Case("chunk_gated_delta_rule", dims, ("g", "beta"), **fields)
 
 
+def kda(*dims: int, **fields: Any) -> Case:
+    return Case("chunk_kda", dims, ("g", "beta"), **fields)
+
+
 def draw(case: Case, batch: int, seq: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     """Inputs [B, T, H, D] and [B, H, ..], and do and dlast."""
     normal, heads, (dim_k, dim_v) = Normal(seed), HEADS * case.group, case.dims
-    unit = "delta_rule" in case.function and not case.flags
+    unit = "beta" in case.gates and not case.flags
     x = draw_operands(normal, batch, seq, HEADS, heads, case.dims, dtype, unit=unit)
     for name in case.gates:
-        shape = (batch, seq, heads, dim_k) if case.function == "chunk_gla" else (batch, seq, heads)
-        gate = normal(*shape)
+        gate = normal(batch, seq, heads, *case.channels(name))
         made = {"i": gate, "f": gate + 3, "g": logsigmoid(gate + 3), "beta": torch.sigmoid(gate)}
         x[name] = gate if case.flags == RAW else made[name]
     for name in case.states:

@@ -22,6 +22,7 @@ from .families import (
     gated_delta,
     gla,
     is_of_states,
+    kda,
     mlstm,
     pack,
     simple_gla,
@@ -47,6 +48,9 @@ CASES = {
     "gla": gla(128, 128),
     "gla_64": gla(64, 256),
     "gla_wide": gla(192, 320),
+    "kda_64": kda(64, 64),
+    "kda_128": kda(128, 128),
+    "kda_raw": kda(128, 128, group=2, flags=RAW),
     # forwards of CTAs that take turns, and of K in two launches
     "gla_shared": gla(128, 256, trains=False),
     "gla_sums": gla(256, 64, trains=False),
@@ -96,7 +100,7 @@ def test_bits(case: str, seq: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla"]
+    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla", "kda_raw"]
 )
 def test_bits_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keep no states for their backward."""
@@ -112,7 +116,8 @@ def test_one_token_of_one_head(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "case", ["mlstm_exp", "mlstm_sig", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla"]
+    "case",
+    ["mlstm_exp", "mlstm_sig", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla", "kda_raw"],
 )
 def test_inference_has_the_bits_of_training(case: str) -> None:
     x = draw(CASES[case], 2, 5000, 0)
@@ -122,7 +127,7 @@ def test_inference_has_the_bits_of_training(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_128", "gated_delta_raw", "gla"]
+    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_128", "gated_delta_raw", "gla", "kda_128"]
 )
 def test_a_graph_keeps_what_was_on_at_its_capture(case: str) -> None:
     x, of_case = draw(CASES[case], 1, 5000, 0), CASES[case]

@@ -22,6 +22,7 @@ from .families import (
     gated_delta,
     gla,
     is_of_states,
+    kda,
     mlstm,
     simple_gla,
 )
@@ -58,6 +59,11 @@ CASES = {
     "gla_shared": gla(128, 256),
     "gla_sums": gla(208, 128),
     "gla_wide": gla(256, 512),
+    "kda_64": kda(64, 64),
+    "kda": kda(128, 128, group=2),
+    "kda_padded": kda(96, 80),
+    "kda_wide": kda(128, 256, trains=False),
+    "kda_raw": kda(128, 128, group=2, flags=RAW),
 }
 FORMS = {
     "mlstm_cut": replace(CASES["mlstm_exp"], form="cut"),
@@ -76,12 +82,12 @@ SPLIT = ("leads", "carried")  # forms of long sequences
 WITH_NAN = [
     name
     for name, case in (CASES | FORMS).items()
-    if name.startswith(("mlstm", "gla", "delta", "gated_delta")) and case.form not in SPLIT
+    if name.startswith(("mlstm", "gla", "delta", "gated_delta", "kda")) and case.form not in SPLIT
 ]
 # whose gradients have the same bits, whether or not the forward keeps states for them
 COMPILED = [
     *("mlstm_exp_64", "mlstm_exp", "mlstm_sig", "mlstm_unnormalised", "simple_gla", "simple_gla_grouped"),
-    *("delta", "gated_delta_64", "gated_delta", "gated_delta_raw", "gla"),
+    *("delta", "gated_delta_64", "gated_delta", "gated_delta_raw", "gla", "kda", "kda_raw"),
 ]
 
 
@@ -175,7 +181,7 @@ def test_any_layout(case: Case, layout: str) -> None:
         views |= memory.fuse({name: x[name] for name in OPERANDS[: 2 if case.group > 1 else 3]})
     else:
         views |= {name: getattr(memory, layout)(x[name]) for name in OPERANDS}
-    if case.function == "chunk_gla" and layout not in ("head_last", "fused"):
+    if case.channels("g") and layout not in ("head_last", "fused"):
         views["g"] = getattr(memory, layout)(x["g"])
     views |= {name: memory.head_last(x[name]) for name in ("c_initial", "initial_state") if name in x}
     views["do"] = memory.transposed(x["do"])

@@ -22,6 +22,7 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "MultiScaleRetention": ("multiscale_retention", "chunk_retention", {}, 0.5),
     "DeltaNet": ("delta_net", "chunk_delta_rule", {}, 0.5),
     "GatedDeltaNet": ("gated_deltanet", "chunk_gated_delta_rule", {"head_dim": 64}, 0.5),
+    "KimiDeltaAttention": ("kda", "chunk_kda", {"head_dim": 64}, 0.5),
     "GatedLinearAttention": ("gla", "chunk_gla", {}, 8.0),
     "HGRN2Attention": ("hgrn2", "chunk_gla", {}, 8.0),
 }

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_simple_gla
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_kda, chunk_simple_gla
 
-from . import delta_rule
+from . import delta_rule, kda
 from .linear import (
     Tensors,
     assert_accurate,
@@ -34,13 +34,17 @@ DRAWS: dict[Any, Callable[..., Tensors]] = {
     chunk_delta_rule: delta_rule.draw,
     chunk_gated_delta_rule: delta_rule.draw,
     chunk_gla: draw_gla,
+    chunk_kda: kda.draw,
 }
 of_function = pytest.mark.parametrize("function", DRAWS, ids=lambda f: f.__name__)
 batch_or_packed = pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 
 
-def draw(function: Any, *args: Any, **options: Any) -> Tensors:
-    x = DRAWS[function](*args, **options)
+def draw(function: Any, *args: Any, dims: tuple[int, int] = (128, 128), **options: Any) -> Tensors:
+    """Args: dims: as far as the kernels take them with gradients."""
+    if function is chunk_kda:
+        dims = min(dims[0], kda.MOST_TRAINED[0]), min(dims[1], kda.MOST_TRAINED[1])
+    x = DRAWS[function](*args, dims=dims, **options)
     return delta_rule.ungated(x) if function is chunk_delta_rule else x
 
 
@@ -52,7 +56,7 @@ def draw_either(function: Any, packed: bool, **options: Any) -> Tensors:
 
 
 def check(x: Tensors, function: Any, **options: Any) -> None:
-    of_family = delta_rule.check if "beta" in x else check_both
+    of_family = {chunk_kda: kda.check, chunk_gated_delta_rule: delta_rule.check}.get(function, check_both)
     of_family(x, function, **options)
 
 
@@ -117,7 +121,7 @@ def test_results_are_contiguous(function: Any, dims: tuple[int, int], packed: bo
 
 
 @pytest.mark.parametrize(
-    "function", [chunk_simple_gla, chunk_gated_delta_rule, chunk_gla], ids=lambda f: f.__name__
+    "function", [chunk_simple_gla, chunk_gated_delta_rule, chunk_gla, chunk_kda], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize(
     "dims", [(64, 64), (128, 128), (96, 192), (128, 256), (256, 320)], ids="{0[0]}_{0[1]}".format

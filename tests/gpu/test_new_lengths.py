@@ -28,12 +28,8 @@ def draw(op: str, tokens: int) -> list[Tensor]:
         return torch.randn(*shape, *dims, device="cuda").to(dtype).requires_grad_()
 
     x = [normal(DIM, dtype=torch.bfloat16) for _ in range(3)]
-    x += (
-        [normal(DIM)]
-        if op == "chunk_gla"
-        else [normal() for _ in range(1 if op == "chunk_simple_gla" else 2)]
-    )
-    return x
+    x.append(normal(*[DIM] * (op in ("chunk_gla", "chunk_kda"))))
+    return x if op in ("chunk_gla", "chunk_simple_gla") else [*x, normal()]
 
 
 def times_of_calls(op: str, lengths: Iterator[tuple[int, int]]) -> dict[str, float]:
@@ -68,7 +64,10 @@ def times_of_calls(op: str, lengths: Iterator[tuple[int, int]]) -> dict[str, flo
 @pytest.mark.usefixtures("new_calls")
 @pytest.mark.parametrize(
     "op",
-    ["mlstm_chunkwise", "mlstm_siging_chunkwise", "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"],
+    [
+        *("mlstm_chunkwise", "mlstm_siging_chunkwise", "chunk_simple_gla"),
+        *("chunk_gla", "chunk_gated_delta_rule", "chunk_kda"),
+    ],
 )
 def test_a_call_of_new_lengths_is_planned_soon(op: str, record_property: Callable[[str, Any], None]) -> None:
     known = times_of_calls(op, ((2048, 5) for _ in range(200)))

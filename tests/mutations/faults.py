@@ -95,7 +95,7 @@ KERNELS = (
           "W::scale(read, keys, gates.update, 1.f);", "W::scale(read, keys, gates.read, 1.f);",
           f"{_GPU}delta_rule.py::test_all_dims -k 'bf16 and zeros and (256_64 or 192_256)'",
           "delta_left_bf16"),
-    Fault("diagonal block of a triangular merge", "kernels/delta_rule/chunk_matrices/triangular_solve.cuh",
+    Fault("diagonal block of a triangular merge", "kernels/sequence/triangular_solve.cuh",
           "if (8 * step < column) continue;", "if (8 * step <= column) continue;",
           f"{_GPU}delta_rule.py::test_any_length -k 'bf16 and 64_128 and (63 or 129)'",
           "delta_matrices_k64_bf16"),

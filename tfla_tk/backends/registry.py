@@ -26,7 +26,8 @@ def family_module(backend: str, kernel: str) -> ModuleType:
 
     Args:
         backend: one of BACKENDS.
-        kernel: "mlstm", "mlstm_step", "mlstm_sequence", "simple_gla", "delta_rule" or "gla".
+        kernel: "mlstm", "mlstm_step", "mlstm_sequence", "simple_gla", "delta_rule", "gla" or
+            "kda".
     """
     of_mlstm = kernel.startswith("mlstm")
     if backend == "tk":

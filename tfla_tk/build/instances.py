@@ -23,6 +23,7 @@ MAX_NARROW = max(GRADIENTS_TILES)
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
+KDA_TILES = (64, 128)  # K of KDA
 # head dims of keys of the other operators token by token, and tokens for which a state is read once
 RECURRENT_KEYS = (64, 96, 128, 256)
 RECURRENT_TOKENS = 4
@@ -112,6 +113,7 @@ DELTA_RULE = Launcher(
 GLA = Launcher(
     "gla", "channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp", (), (*_EVERY, "ANCHOR_CHUNKS")
 )
+KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
 
 
 @functools.cache
@@ -175,6 +177,7 @@ _FAMILIES = {
     "sequential": ("sequential", "scalar_gate", "mlstm"),
     "delta_rule": ("delta", "delta_rule", "delta_rule"),
     "gla": ("gla", "channel_gate", "channel_gate"),
+    "kda": ("kda", "kda", "kda"),
 }
 
 
@@ -382,6 +385,11 @@ def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim
     return Instance(name, DECODING, "decode/kernel.cuh", kernels, "decode", dtype)
 
 
+def recurrent_keys(by_channel: bool, delta_rule: bool) -> tuple[int, ...]:
+    """The K that these take: of KDA, which has both, those of its models."""
+    return (64, 128) if by_channel and delta_rule else RECURRENT_KEYS
+
+
 def recurrent_columns(dim_k: int, v_first: bool) -> int:
     """The columns of V that these take together: V is a multiple."""
     return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
@@ -524,6 +532,42 @@ def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
     return _instance(GLA, name, "segments/kernels.cuh", kernels, half)
 
 
+@functools.cache
+def kda_matrices(tile: int, half: bool) -> Instance:
+    """What makes the chunk matrices of KDA, and all that its walk reads of q, k, g and beta.
+
+    Args:
+        tile: of K, one of KDA_TILES.
+    """
+    kernel = f"kda_matrices_kernel<{_TYPES[half]}, {tile}>"
+    return _instance(KDA, f"matrices_k{tile}", "matrices/kernel.cuh", [kernel], half)
+
+
+@functools.cache
+def kda_forward(tile: int, half: bool, walkers: int) -> Instance:
+    """The walk of KDA's forward.
+
+    Args:
+        walkers: 1 or 2.
+    """
+    kernel = f"kda_forward_kernel<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _instance(KDA, f"forward_k{tile}_w{walkers}", "forward/kernel.cuh", [kernel], half)
+
+
+@functools.cache
+def kda_mirror(tile: int, half: bool, walkers: int) -> Instance:
+    """The mirror of that walk, in KDA's backward. Arguments as there."""
+    kernel = f"kda_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
+    return _instance(KDA, f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", [kernel], half)
+
+
+@functools.cache
+def kda_gradients(tile: int, half: bool) -> Instance:
+    """What makes the gradients of KDA, of all chunks in parallel."""
+    kernel = f"kda_gradients_kernel<{_TYPES[half]}, {tile}>"
+    return _instance(KDA, f"gradients_k{tile}", "gradients/kernel.cuh", [kernel], half)
+
+
 def all_instances() -> list[Instance]:
     """The shipped ones, and the forward of mLSTM without overlap."""
     sequential = itertools.product(SEQUENTIAL_TILES, (False, True))
@@ -537,17 +581,16 @@ def shipped_instances() -> tuple[Instance, ...]:
     found: list[Instance] = []
     for half, decay in itertools.product(halves, halves):
         found += _scalar_gate_instances(half, decay)
-    for of_half in (_delta_instances, _gla_instances):
+    for of_half in (_delta_instances, _gla_instances, _kda_instances):
         found += itertools.chain(*map(of_half, halves))
     found += map(mlstm_fwd_combine, halves)
     found += map(mlstm_bwd_combine, halves)
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
     found += map(delta_of_all, _DELTA_OF_ALL)
     found += [mlstm_tokens(tile, *states) for tile, states in itertools.product(TOKEN_TILES, _STATES)]
-    of_steps = itertools.product(
-        _STATE_TYPES, halves, ((False, False), (False, True), (True, False)), RECURRENT_KEYS
-    )
-    found += [recurrent(state, v_first, *of, dim_k) for state, v_first, of, dim_k in of_steps]
+    for by_channel, delta_rule in itertools.product(halves, halves):
+        of_steps = itertools.product(_STATE_TYPES, halves, recurrent_keys(by_channel, delta_rule))
+        found += [recurrent(state, v_first, by_channel, delta_rule, k) for state, v_first, k in of_steps]
     return tuple(found)
 
 
@@ -610,3 +653,12 @@ def _gla_instances(half: bool) -> Iterator[Instance]:
     for walk, tile in itertools.product(("left", "right"), GLA_STATES_TILES):
         yield from (gla_states(walk, tile, half, walkers) for walkers in ((2,) if tile == 256 else (1, 2)))
     yield from (gla_segments(dim_v, half, backward) for dim_v in (64, 128) for backward in (False, True))
+
+
+def _kda_instances(half: bool) -> Iterator[Instance]:
+    for tile in KDA_TILES:
+        yield kda_matrices(tile, half)
+        yield kda_gradients(tile, half)
+        for walkers in (1, 2):
+            yield kda_forward(tile, half, walkers)
+            yield kda_mirror(tile, half, walkers)

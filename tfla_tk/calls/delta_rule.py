@@ -10,6 +10,7 @@ from torch import Tensor
 from tfla_tk.calls.linear import (
     DEFAULT_CHUNK,
     LinearCall,
+    Operands,
     check_frame,
     check_gate,
     check_operands,
@@ -68,6 +69,16 @@ class DeltaRuleCore(NamedTuple):
     neg_eigval: bool
     batch_invariant: bool
 
+    @property
+    def is_raw(self) -> bool:
+        """The log decay is to be made of g."""
+        return self.g is not None and self.A_log is not None
+
+    @property
+    def lower_bound(self) -> None:
+        """Of the log decay: there is none."""
+        return None
+
 
 def check_delta_rule(
     q: Any,
@@ -108,13 +119,8 @@ def check_delta_rule(
         check_gate("g", g, q, operands.gate_shape)
         gate = "raw" if use_gate else "token"
     if use_gate:
-        parameters = _check_gate_parameters(A_log, dt_bias, q, operands.value_heads)
-    check_gate("beta", beta, q, operands.gate_shape)
-    beta_sigmoid = check_bool("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
-    neg_eigval = check_bool("allow_neg_eigval", allow_neg_eigval)
-    if neg_eigval and not beta_sigmoid:
-        expected = "False without use_beta_sigmoid_in_kernel (multiply beta by 2 instead)"
-        fail("allow_neg_eigval", expected, neg_eigval)
+        parameters = check_gate_parameters(A_log, dt_bias, q, operands)
+    strength = check_strength(beta, q, operands, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if not gated and isinstance(scale, Tensor):
         fail("scale", "a number or None (chunk_gated_delta_rule takes a gate)", "a tensor", TypeError)
     frame = check_frame(
@@ -124,25 +130,50 @@ def check_delta_rule(
         **frame,
         **transforms.of_call((q, k, v, g, beta, *parameters, initial_state), ()),
         gate=gate,
-        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_chunk_size(chunk_size),
+        chunk_size=check_chunk_size(chunk_size, CHUNK_SIZES),
         qk_l2norm=check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        beta_sigmoid=beta_sigmoid,
-        neg_eigval=neg_eigval,
+        **strength,
     )
 
 
-def _check_gate_parameters(A_log: Any, dt_bias: Any, q: Tensor, heads: int) -> list[Tensor]:
-    """What makes the log decay of g: A_log, and dt_bias where it is given."""
-    given = [("A_log", A_log)] if dt_bias is None else [("A_log", A_log), ("dt_bias", dt_bias)]
-    for name, value in given:
-        check_tensor(name, value, 1, "[HV] with use_gate_in_kernel")
-        check_shape(name, value, (heads,), "[HV] of v")
+def check_strength(
+    beta: Any, q: Tensor, operands: Operands, use_sigmoid: Any, allow_neg_eigval: Any
+) -> dict[str, Any]:
+    """Check beta [B, T, HV] and its flags; the fields of its `DeltaRuleCall`."""
+    check_gate("beta", beta, q, operands.gate_shape)
+    beta_sigmoid = check_bool("use_beta_sigmoid_in_kernel", use_sigmoid)
+    neg_eigval = check_bool("allow_neg_eigval", allow_neg_eigval)
+    if neg_eigval and not beta_sigmoid:
+        expected = "False without use_beta_sigmoid_in_kernel (multiply beta by 2 instead)"
+        fail("allow_neg_eigval", expected, neg_eigval)
+    return {"beta_sigmoid": beta_sigmoid, "neg_eigval": neg_eigval}
+
+
+def check_gate_parameters(
+    A_log: Any, dt_bias: Any, q: Tensor, operands: Operands, *, by_channel: bool = False, needs_a: bool = True
+) -> list[Tensor]:
+    """What makes the log decay of g: A_log, and dt_bias where it is given.
+
+    Args:
+        by_channel: dt_bias is [HV K], not [HV]. needs_a: A_log may not be None.
+    """
+    heads, found = operands.value_heads, []
+    of_bias = ("[HV K]", heads * operands.dim_qk) if by_channel else ("[HV]", heads)
+    for name, value, layout, size in (("A_log", A_log, "[HV]", heads), ("dt_bias", dt_bias, *of_bias)):
+        if value is None and (name == "dt_bias" or not needs_a):
+            continue
+        check_tensor(name, value, 1, f"{layout} with use_gate_in_kernel")
+        check_shape(name, value, (size,), f"{layout} of v")
         check_device(name, value, q.device)
-    return [value for _, value in given]
+        found.append(value)
+    return found
 
 
-def _check_chunk_size(value: Any) -> int:
+def check_chunk_size(value: Any, sizes: tuple[int, ...]) -> int:
+    """One of the sizes; None is DEFAULT_CHUNK."""
+    if value is None:
+        return DEFAULT_CHUNK
     size = check_int("chunk_size", value, "an int or None")
-    if size not in CHUNK_SIZES:
-        fail("chunk_size", "16, 32 or 64", value)
+    if size not in sizes:
+        fail("chunk_size", f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}", value)
     return size

@@ -56,6 +56,11 @@ class LinearCall(Call):
     recurrent: bool = False
     state_in_place: torch.dtype | None = None
 
+    @property
+    def by_channel(self) -> bool:
+        """The decay is per key channel."""
+        return self.gate == "channel"
+
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
         """Whether a recurrence serves the call best: up to `most` tokens per sequence, without gradients.
 

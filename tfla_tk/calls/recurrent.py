@@ -21,7 +21,7 @@ class RecurrentCore(NamedTuple):
 
     Attributes:
         q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
-        g: log decay [B, T, HV] or [B, T, H, K]; with A_log what it is made from; None: nothing decays.
+        g: log decay [B, T, HV] or [B, T, HV, K]; with A_log what it is made from; None: nothing decays.
         beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
         A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
         initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number

@@ -1,18 +1,19 @@
 """These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
 
     accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_gla,
-                     chunk_delta_rule and chunk_gated_delta_rule become these kernels, and so do their
-                     fused_recurrent forms, by which models generate
+                     chunk_delta_rule, chunk_gated_delta_rule and chunk_kda become these kernels, and so do
+                     their fused_recurrent forms, by which models generate
     restore()        the way back
     last_path()      what has served the latest call, and why not the kernels
     paths()          how many calls each backend has served, by function
 
 `accelerate` puts a function of the same arguments in the place of fla's own, in every module that is loaded:
 wherever an attribute is fla's function. What is imported from fla later finds it, too. References that are no
-attributes of modules (in a list, a closure, a class) keep fla's function. Those of the gated delta rule, such
-as Hugging Face's, are reached all the same. For chunk_gated_delta_rule `accelerate` registers a backend with
-fla, unless fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1). fused_recurrent_gated_delta_rule looks up
-an autograd function in its module at every call, which `accelerate` replaces.
+attributes of modules (in a list, a closure, a class) keep fla's function. Those of the gated delta rule and
+of KDA, such as Hugging Face's, are reached all the same. For chunk_gated_delta_rule and chunk_kda
+`accelerate` registers a backend with fla, unless fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1).
+fused_recurrent_gated_delta_rule and fused_recurrent_kda look up in their modules at every call what computes
+them, an autograd function and a function, which `accelerate` replaces.
 
 A call that the kernels cannot serve goes to fla's own function, and so does one whose arguments do not pass
 this package's checks: fla says what is wrong with them, or takes them. On a CPU, where fla's functions cannot
@@ -44,6 +45,7 @@ from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.memo import Memo, signature
 from tfla_tk.delta_rule import check_gated_delta_rule
+from tfla_tk.kda import check_chunk_kda
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "paths", "restore"]
 
@@ -57,17 +59,23 @@ FUNCTIONS = {
         "chunk_gla",
         "chunk_delta_rule",
         "chunk_gated_delta_rule",
+        "chunk_kda",
         "fused_recurrent_gla",
         "fused_recurrent_simple_gla",
         "fused_recurrent_retention",
         "fused_recurrent_delta_rule",
         "fused_recurrent_gated_delta_rule",
+        "fused_recurrent_kda",
     )
 }
-_DISPATCHED = "chunk_gated_delta_rule"  # the one for which fla takes backends of others
-_OPERATION = "gated_delta_rule"  # its name there
-_APPLIED = "fused_recurrent_gated_delta_rule"  # the one whose autograd function is replaced, too
-_FUNCTION = "FusedRecurrentFunction"  # the name of that in fla's module
+# those for which fla takes backends of others: what checks a call
+_DISPATCHED = {"chunk_gated_delta_rule": check_gated_delta_rule, "chunk_kda": check_chunk_kda}
+_OPERATIONS = {"chunk_gated_delta_rule": "gated_delta_rule"}  # their names there; others are known themselves
+# those that are replaced further in, too: the name in fla's module of what they look up there
+_APPLIED = {
+    "fused_recurrent_gated_delta_rule": "FusedRecurrentFunction",
+    "fused_recurrent_kda": "fused_recurrent_kda_fwd",
+}
 
 # options that callers of fla pass as None, or as numbers, for False and True
 _FLAGS = (
@@ -78,6 +86,10 @@ _FLAGS = (
     "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "use_graph",
 )
 # the arguments that each of fla's functions reads, in their order and whether they are flags, and how many of
 # them may be given by their place
@@ -91,14 +103,18 @@ for _name in FUNCTIONS:
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
 # refuse keywords that they do not read; the others ignore them
 _WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")
+# ignore head_first, which was a flag of the others
+_WITH_HEAD_FIRST = ("chunk_kda", *(name for name in FUNCTIONS if name.startswith("fused_recurrent_")))
 # fla's former name of state_v_first, and the functions that still take it
 _OLD_V_FIRST = "transpose_state_layout"
 _TAKE_OLD_NAME = (
     "chunk_gated_delta_rule",
+    "chunk_kda",
     "fused_recurrent_gla",
     "fused_recurrent_simple_gla",
     "fused_recurrent_retention",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
 )
 
 _log = logging.getLogger("tfla_tk")
@@ -108,11 +124,11 @@ _LIMIT = 64  # of these
 _last: Path | None = None
 _counts: Counter[tuple[str, str]] = Counter()
 # the names of the functions that are these kernels now, what is in the place of each of fla's functions by
-# that one, and the class that is registered with fla; a reload of this module keeps them
+# that one, and the classes that are registered with fla; a reload of this module keeps them
 _accelerated: set[str] = globals().get("_accelerated", set())
 _in_place: dict[str, dict[Callable[..., Any], Callable[..., Any]]]
 _in_place = globals().get("_in_place", {name: {} for name in FUNCTIONS})
-_backend: Any = globals().get("_backend")
+_backends: dict[str, Any] = globals().get("_backends", {})
 # why the kernels have refused plain eager calls, by all that a refusal depends on
 _refused: dict[str, Memo[str]] = {name: Memo() for name in FUNCTIONS}
 
@@ -152,8 +168,8 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
         for name in _known(names):
             for own, ours in _pairs(name):
                 replaced += _rebind(own, ours)
-            if name == _DISPATCHED:
-                _register()
+            if name in _DISPATCHED:
+                _register(name)
             _accelerated.add(name)
         return replaced
 
@@ -256,8 +272,8 @@ def _current(name: str) -> list[Callable[..., Any]]:
         raise ImportError(told) from error
     defining = sys.modules.get(fla_own.original(function).__module__)
     found = [function, getattr(defining, name, function)]
-    if name == _APPLIED and hasattr(defining, _FUNCTION):
-        found.append(getattr(defining, _FUNCTION))
+    if name in _APPLIED and hasattr(defining, _APPLIED[name]):
+        found.append(getattr(defining, _APPLIED[name]))
     return found
 
 
@@ -279,31 +295,41 @@ def _rebind(present: Any, wanted: Any) -> list[str]:
 
 
 def _in_place_of(name: str, own: Callable[..., Any]) -> Any:
-    """The function for the place of fla's own, or of its autograd function."""
+    """The function for the place of fla's own, or of what it looks up."""
     if isinstance(own, type):
-        return _Applied(own)
+        return _Applied(name, own)
+    is_inner = getattr(own, "__name__", "") == _APPLIED.get(name)
 
     # not the attributes: they keep torch.compile out of fla's function
     @functools.wraps(own, updated=())
     def function(*args: Any, **kwargs: Any) -> Any:
+        if is_inner and not _is_plain_step(args, kwargs):
+            return own(*args, **kwargs)
         return _serve(name, own, args, kwargs)
 
     setattr(function, fla_own.ORIGINAL, own)
     return function
 
 
+def _is_plain_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of fused_recurrent_kda_fwd is such as fused_recurrent_kda makes."""
+    others = ("ssm_state_indices", "num_accepted_tokens", "out")
+    in_place = kwargs.get("inplace_final_state", True)
+    return not (args or in_place or any(kwargs.get(other) is not None for other in others))
+
+
 class _Applied:
     """In the place of an autograd function of fla's: serves what it is applied to."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, name: str, own: Any) -> None:
         setattr(self, fla_own.ORIGINAL, own)
-        self._own = own
+        self._name, self._own = name, own
         self._names = tuple(inspect.signature(own.forward).parameters)[1:]  # without ctx
 
     def apply(self, *args: Any) -> Any:
         options = dict(zip(self._names, args, strict=False))
         options["use_gate_in_kernel"] = options.get("A_log") is not None
-        return _serve(_APPLIED, lambda **_: self._own.apply(*args), (), options)
+        return _serve(self._name, lambda **_: self._own.apply(*args), (), options)
 
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,7 +394,7 @@ def _as_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         return None
     others = [key for key in options if key not in read]
     if others:
-        if name in _WITHOUT_OTHERS or ("head_first" in others and name.startswith("chunk_")):
+        if name in _WITHOUT_OTHERS or ("head_first" in others and name not in _WITH_HEAD_FIRST):
             return None
         if name in _TAKE_OLD_NAME and _OLD_V_FIRST in others:
             if options.get("state_v_first"):
@@ -399,11 +425,10 @@ def _tell_old_name(kwargs: dict[str, Any]) -> None:
 # fla's own dispatch
 
 
-def _register() -> None:
-    """Have fla offer its calls of _DISPATCHED to these kernels first."""
-    global _backend
+def _register(name: str) -> None:
+    """Have fla offer its calls of one of _DISPATCHED to these kernels first."""
     backends = importlib.import_module("fla.backends")
-    if _backend is not None and issubclass(_backend, backends.BaseBackend):
+    if name in _backends and issubclass(_backends[name], backends.BaseBackend):
         return
 
     class TflaTkBackend(backends.BaseBackend):  # type: ignore[name-defined]
@@ -412,50 +437,55 @@ def _register() -> None:
         backend_type = "tfla_tk"
         package_name = "tfla_tk"
         env_var = "FLA_TFLA_TK"
-        priority = 1  # FlashQLA's is 3
+        priority = 1  # FlashQLA's and FlashKDA's are 3
 
         @classmethod
         def is_available(cls) -> bool:
-            return _DISPATCHED in _accelerated
+            return name in _accelerated
 
-        def chunk_gated_delta_rule_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            return _verify(args, kwargs)
+        def verify(self, function: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+            return _verify(name, args, kwargs) if function == name else (False, "another function")
 
-        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
-            options = _as_read(_DISPATCHED, args, kwargs)
-            assert options is not None
-            _tell_old_name(kwargs)
-            backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(options) else ("tk", "")
-            call = functools.partial(tfla_tk.chunk_gated_delta_rule, **options, backend=backend)
-            return _by(_DISPATCHED, backend, reason, call)
+        def get_implementation(self, function: str) -> Callable[..., Any]:
+            return functools.partial(_serve_dispatched, name)
 
-    backends.register(_OPERATION)(TflaTkBackend)
-    _backend = TflaTkBackend
+    own = fla_own.original(getattr(importlib.import_module(FUNCTIONS[name]), name))
+    backends.register(_OPERATIONS.get(name, own))(TflaTkBackend)
+    _backends[name] = TflaTkBackend
 
 
-def _verify(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | None]:
+def _serve_dispatched(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A call that fla hands over."""
+    options = _as_read(name, args, kwargs)
+    assert options is not None
+    _tell_old_name(kwargs)
+    backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(options) else ("tk", "")
+    return _by(name, backend, reason, functools.partial(getattr(tfla_tk, name), **options, backend=backend))
+
+
+def _verify(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | None]:
     """Whether these kernels serve a call, and why not; fla's own functions are its own."""
     if fla_own.is_on_its_own():
         return False, "fla's own function was asked for"
-    options = _as_read(_DISPATCHED, args, kwargs)
+    options = _as_read(name, args, kwargs)
     if options is None:
         return False, "fla's own function refuses its arguments"
     if _is_on_cpu(options):
         return True, None
     try:
-        check_gated_delta_rule(**options, backend="tk")
+        _DISPATCHED[name](**options, backend="tk")
     except UnsupportedError as error:
         reason = error.reason
     except Exception as error:
         # fla takes all that is raised here for a refusal: the call itself is to raise it
-        if not isinstance(error, (TypeError, ValueError)) or _are_sound(_DISPATCHED, options):
+        if not isinstance(error, (TypeError, ValueError)) or _are_sound(name, options):
             return True, None
         reason = str(error)
     else:
         return True, None
     # fla's dispatch goes on with the call; nothing comes back here
-    _tell(_DISPATCHED, "fla", reason)
-    _record(_DISPATCHED, "fla", reason)
+    _tell(name, "fla", reason)
+    _record(name, "fla", reason)
     return False, reason
 
 

@@ -24,21 +24,23 @@ def _core(call: DeltaRuleCall, tensors: Sequence[Any]) -> DeltaRuleCore:
     return DeltaRuleCore(q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags)
 
 
-def _made(core: DeltaRuleCore) -> DeltaRuleCore:
-    """With what the flags ask for made of the raw inputs."""
+def from_raw(core: Any) -> Any:
+    """The core with what its flags ask for made of the raw inputs."""
     import tfla_tk.reference as forms
 
     if core.qk_l2norm:
         core = core._replace(q=forms.l2_norm(core.q), k=forms.l2_norm(core.k))
     if core.beta_sigmoid:
         core = core._replace(beta=forms.writing_strength(core.beta, core.neg_eigval))
-    if core.g is not None and core.A_log is not None:
-        core = core._replace(g=forms.delta_log_decay(core.g, core.A_log, core.dt_bias))
+    if core.is_raw:
+        g = forms.delta_log_decay(core.g, core.A_log, core.dt_bias, core.lower_bound)
+        core = core._replace(g=g)
     return core
 
 
-def _in_form(core: DeltaRuleCore, *options: Any) -> Result:
-    made = _made(core)
+def by_reference(core: Any, *options: Any) -> Result:
+    """o and the final state or None by a form of the reference, of a `DeltaRuleCore` or a `KDACore`."""
+    made = from_raw(core)
     operands = made.q, made.k, made.v
     if made.g is None:
         o, last = in_form("delta_rule", (*operands, made.beta), made, *options)
@@ -47,10 +49,11 @@ def _in_form(core: DeltaRuleCore, *options: Any) -> Result:
     return o.to(core.q.dtype), last
 
 
-def _gradients(core: DeltaRuleCore, *grads: Any) -> Sequence[MaybeTensor]:
+def gradients(core: Any, *grads: Any) -> Sequence[MaybeTensor]:
+    """Of the tensors of such a core but cu_seqlens, by the explicit formulas."""
     import tfla_tk.reference as forms
 
-    made = _made(core)
+    made = from_raw(core)
     g = made.beta.new_zeros(made.beta.shape) if made.g is None else made.g
     operands = made.q, made.k, made.v, g, made.beta
     dq, dk, dv, dg, dbeta, dh0 = explicit_gradients("gated_delta_rule", operands, made, *grads)
@@ -59,8 +62,9 @@ def _gradients(core: DeltaRuleCore, *grads: Any) -> Sequence[MaybeTensor]:
         dq, dk = forms.l2_norm_backward(core.q, dq), forms.l2_norm_backward(core.k, dk)
     if core.beta_sigmoid:
         dbeta = forms.writing_strength_backward(core.beta, dbeta, core.neg_eigval)
-    if core.g is not None and core.A_log is not None:
-        dg, da_log, ddt_bias = forms.delta_log_decay_backward(core.g, core.A_log, core.dt_bias, dg)
+    if core.is_raw:
+        found = forms.delta_log_decay_backward(core.g, core.A_log, core.dt_bias, dg, core.lower_bound)
+        dg, da_log, ddt_bias = found
     given = None if core.g is None else dg
     return dq, dk, dv, given, dbeta, da_log, ddt_bias, None if core.initial_state is None else dh0
 
@@ -87,8 +91,8 @@ ops = LinearOps(
         gates=("g", "A_log", "dt_bias"),
         core=DeltaRuleCore,
         read=_core,
-        reference=_in_form,
-        gradients=_gradients,
+        reference=by_reference,
+        gradients=gradients,
         kernels=_kernels,
         flops=(flops.delta_rule, flops.delta_rule_backward),
         keeps=True,

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.recurrent import RecurrentCore, Slots, through_a_copy
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
+from tfla_tk.ops.kda import log_decay
 
 _library = library.get()
 _GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
@@ -41,7 +43,7 @@ def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) ->
     """o and the state after the last token, None unless it is wanted.
 
     Args:
-        kernel: "simple_gla", "gla" or "delta_rule".
+        kernel: "simple_gla", "gla", "delta_rule" or "kda".
         tensors: those of its calls; the last one is state_indices.
         direct: call the kernels, not the op: for plain eager calls.
     """
@@ -62,13 +64,15 @@ def write(core: RecurrentCore, o: Tensor, slots: Slots, *, direct: bool = False)
 def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentCore:
     q, k, v, g, *more, initial_state, cu_seqlens, _ = tensors
     beta = a_log = dt_bias = None
-    if kernel == "delta_rule":
+    if kernel in ("delta_rule", "kda"):
         beta, a_log, dt_bias = more
     elif kernel == "simple_gla" and g is None and more[0] is not None:
         g = more[0].expand(v.shape[:3])
     flags = (False, False, False)
     if isinstance(call, DeltaRuleCall):
         flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
+    if isinstance(call, KDACall):
+        g, a_log, dt_bias = log_decay(call, g, a_log, dt_bias), None, None
     raw = (a_log, dt_bias) if call.gate == "raw" else (None, None)
     options: tuple[Any, ...] = call.scale, call.state_v_first, *flags, call.output_final_state
     return RecurrentCore(q, k, v, g, beta, *raw, initial_state, cu_seqlens, *options)

@@ -2,7 +2,7 @@
 //   1. Load k, beta and, if P is wanted, q; scan the log decay.
 //   2. K K^T and, if P is wanted, Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
-//   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
+//   4. A = -(I + L diag(beta))^{-1} L (sequence/triangular_solve.cuh), rounded.
 //   5. Store the results.
 // In makers.cuh another warp takes steps 1 and 5. A maker in a walk (in_walk.cuh) shares the pieces that make
 // A.
@@ -15,10 +15,10 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
-#include "delta_rule/chunk_matrices/triangular_solve.cuh"
 #include "delta_rule/gates.cuh"
 #include "delta_rule/scores.cuh"
 #include "sequence/segments.cuh"
+#include "sequence/triangular_solve.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -69,21 +69,8 @@ __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const
         load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// The erasures are the numbers of -L: what a token erases of what earlier ones have written.
-// Where a lane has its first two numbers of its warp's rows of -L.
-__device__ inline uint32_t place_of_erasures(const TriangularMatrix& matrix, int warp, int lane) {
-    return TriangularMatrix::place(matrix.rows(16 * warp), lane / 4, 2 * (lane % 4));
-}
-// Stores a warp's 16 rows and the j-th 16 columns of -L. place: of the lane.
-template <class Block> __device__ inline void store_erasures(uint32_t place, const Block& block, int j) {
-    using M = TriangularMatrix;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-        store_pair((place ^ (64 * (j % 2) + 32 * (k / 2))) + j / 2 * 128 + k % 2 * M::kEightRows,
-                   block.tiles[0][0].data[k]);
-}
-// Makes them from the products k_i.k_j, in place, and stores them. gates: e^{b_i - b_j}. -L is zero past the
-// last token; therefore A is, too.
+// Makes the numbers of -L from the products k_i.k_j, in place, and stores them. gates: e^{b_i - b_j}. -L is
+// zero past the last token; therefore A is, too.
 template <class Block>
 __device__ inline void write_erasures(uint32_t place, Block& block, int j, const ReadGates<16>& gates,
                                       int tokens) {
@@ -95,20 +82,6 @@ __device__ inline void write_erasures(uint32_t place, Block& block, int j, const
         x = {column < last ? -gate.x * x.x : 0.f, column + 1 < last ? -gate.y * x.y : 0.f};
     }
     store_erasures(place, block, j);
-}
-
-// Makes A from -L, of which each of the four warps has written 16 rows. They wait for each other in meet(). A
-// is zero on the diagonal and right of it, as L is.
-template <class T, class Square, class Meet>
-__device__ inline void solve_unit_lower(Square& a, const TriangularMatrix& m, const float* beta, int warp,
-                                        Meet meet) {
-    // NOTES: the lane's number is read anew for each part, to save registers
-    solve_diagonal_block(m, beta, 16 * warp, fresh_laneid());
-    meet();
-    merge_to_32(m, beta, warp, fresh_laneid(), meet);
-    meet();
-    RoundedDiagonalRows<T>(m, warp, fresh_laneid()).store(a, warp);
-    merge_to_64<T>(a, m, beta, warp, fresh_laneid(), [] {});
 }
 
 // Steps 2 to 4, once the inputs and the gates are there. The results are in shared memory, visible to the TMA

@@ -3,7 +3,7 @@
 // loaded once. The maker, per chunk:
 //   1. Wait for q, k and the gates.
 //   2. K K^T; from it -L, to shared memory.
-//   3. A (triangular_solve.cuh), in the place of the lower rows of -L.
+//   3. A (sequence/triangular_solve.cuh), in the place of the lower rows of -L.
 //   4. Arrive on the walkers' barrier. In training start the store of A.
 // NOTES: walkers wait for the maker, so its instructions are few: decays are exponentials on the diagonal
 // alone, and between two blocks of 16 tokens a decay is a product.

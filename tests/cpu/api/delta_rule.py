@@ -40,9 +40,9 @@ def serve_by(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(
     *, batch: int = 2, seq: int = 40, heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = (16, 32),
-    dtype: torch.dtype = torch.float64, rows: int | None = None,
+    dtype: torch.dtype = torch.float64, rows: int | None = None, by_channel: bool = False,
 ) -> Inputs:  # fmt: skip
-    """q, k of norm 1, v, g, beta and initial_state."""
+    """q, k of norm 1, v, g, which KDA has by channel, beta and initial_state."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -53,7 +53,7 @@ def draw(
         "q": normal(batch, seq, heads[0], dims[0]),
         "k": normalize(normal(batch, seq, heads[0], dims[0]), dim=-1),
         "v": normal(batch, seq, heads[1], dims[1]),
-        "g": logsigmoid(normal(*gate)),
+        "g": logsigmoid(normal(*gate, *([dims[0]] if by_channel else []))),
         "beta": torch.sigmoid(normal(*gate)),
         "initial_state": normal(batch if rows is None else rows, heads[1], *dims),
     }
@@ -64,13 +64,16 @@ def draw_raw(**options: Any) -> Inputs:
     """The same before norm, gate and sigmoid, with A_log and dt_bias."""
     x = draw(**options)
     heads = x["v"].shape[2]
-    a_log, dt_bias = (torch.linspace(*ends, heads).to(x["q"].dtype) for ends in ((-1, 0.5), (0.5, -2)))
+    channels = x["q"].shape[3] if options.get("by_channel") else 1
+    sizes = (-1, 0.5, heads), (0.5, -2, heads * channels)
+    a_log, dt_bias = (torch.linspace(*of).to(x["q"].dtype) for of in sizes)
     return x | {"k": 3 * x["k"], "g": 4 * x["g"] + 2, "A_log": a_log, "dt_bias": dt_bias}
 
 
 def from_raw(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
     """The recurrence of what the flags make of raw inputs: all of FLAGS."""
-    g = reference.delta_log_decay(g, options.pop("A_log"), options.pop("dt_bias"))
+    parameters = (options.pop(name, None) for name in ("A_log", "dt_bias", "lower_bound"))
+    g = reference.delta_log_decay(g, *parameters)
     q, k = reference.l2_norm(q), reference.l2_norm(k)
     beta = reference.writing_strength(beta, True)
     return reference.gated_delta_rule_recurrent(q, k, v, g, beta, **options)

@@ -15,17 +15,21 @@ from tfla_tk import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
     chunk_gla,
+    chunk_kda,
     chunk_simple_gla,
     delta_rule,
     gla,
+    kda,
     reference,
     simple_gla,
 )
 from tfla_tk.backends.tk import channel_gate, scalar_gate
+from tfla_tk.backends.tk import kda as kda_package
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import gla as gla_ops
+from tfla_tk.ops import kda as kda_ops
 
 from . import delta_rule as delta_inputs
 from . import simple_gla_calls
@@ -97,6 +101,15 @@ def serve_delta_rule(patch: pytest.MonkeyPatch) -> Kernels:
     return module
 
 
+def serve_kda(patch: pytest.MonkeyPatch) -> Kernels:
+    module = Kernels(kda_ops, f"{kda_package.__name__}.launch")
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(kda_package, "launch", module, raising=False)
+    patch.setattr(tk_linear, "supports_kda", lambda call, variant=None: SUPPORTED)
+    patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
+    return module
+
+
 DELTA = (delta_rule._path, serve_delta_rule, (6, 24), ("chunk_delta_rule", "chunk_gated_delta_rule"))
 SIMPLE_GLA = Family(
     *("simple_gla", "simple_gla", "simple GLA", chunk_simple_gla, reference.simple_gla_recurrent),
@@ -120,4 +133,14 @@ UNGATED = Family(
     *("delta_rule", "delta_rule", "the delta rule", chunk_delta_rule, reference.delta_rule_recurrent),
     *(draw_without_decay, *DELTA),
 )
-FAMILIES = (SIMPLE_GLA, GLA, GATED, RAW)
+OF_KDA = (kda._path, serve_kda, (6, 24), ("chunk_kda",))
+KDA = Family(
+    *("kda", "kda", "KDA", chunk_kda, reference.kda_recurrent),
+    *(functools.partial(delta_inputs.draw, by_channel=True), *OF_KDA),
+)
+RAW_KDA = Family(
+    *("kda_of_raw_inputs", "kda", "KDA", functools.partial(chunk_kda, **delta_inputs.FLAGS)),
+    *(delta_inputs.from_raw, functools.partial(delta_inputs.draw_raw, by_channel=True), *OF_KDA),
+)
+PLAIN = (SIMPLE_GLA, GLA, GATED, KDA)
+FAMILIES = (*PLAIN, RAW, RAW_KDA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,9 +56,9 @@ def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor]
         return torch.randn(1, seq, HEADS, *shape, generator=g)
 
     tensors = {"q": normal(DIM_QK), "k": F.normalize(normal(DIM_QK), dim=-1), "v": normal(DIM_V)}
-    if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule"):
-        tensors["g"] = F.logsigmoid(normal(DIM_QK) if op == "chunk_gla" else normal())
-    if "delta" in op:
+    if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda"):
+        tensors["g"] = F.logsigmoid(normal(DIM_QK) if op in ("chunk_gla", "chunk_kda") else normal())
+    if "delta" in op or op == "chunk_kda":
         tensors["beta"] = torch.sigmoid(normal())
     tensors = {name: t if name == "g" else t.to(dtype) for name, t in tensors.items()}
     tensors["initial_state"] = torch.randn(1, HEADS, DIM_QK, DIM_V, generator=g)
@@ -111,13 +112,15 @@ def fla(op: str, public: bool) -> Numbers:
     }
 
 
-def raw_gated_delta_rule() -> Numbers:
-    """The gated delta rule as fla's layers call it: raw inputs, twice as many value heads, V first."""
+def raw(op: str) -> Numbers:
+    """The gated delta rule or KDA as fla's layers call it: raw inputs, twice as many value heads, V first."""
     prepare_fla()
     g = torch.Generator().manual_seed(4)
     gate = (1, 100, 2 * HEADS)
     shapes = {"q": (1, 100, HEADS, DIM_QK), "k": (1, 100, HEADS, DIM_QK), "v": (*gate, DIM_V)}
-    shapes |= {"g": gate, "beta": gate, "A_log": gate[2:], "dt_bias": gate[2:]}
+    channels = (DIM_QK,) if op == "chunk_kda" else ()
+    shapes |= {"g": (*gate, *channels), "beta": gate, "A_log": gate[2:]}
+    shapes["dt_bias"] = (math.prod((2 * HEADS, *channels)),)
     shapes["initial_state"] = (1, 2 * HEADS, DIM_V, DIM_QK)
     inputs = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
     flags = (
@@ -130,7 +133,7 @@ def raw_gated_delta_rule() -> Numbers:
     found = []
     for backend, dtype in (("triton", torch.float32), ("reference:recurrent", torch.float64)):
         leaves = {name: t.detach().to(dtype).clone().requires_grad_() for name, t in inputs.items()}
-        o, state = tfla_tk.chunk_gated_delta_rule(**leaves, **options, backend=backend)
+        o, state = getattr(tfla_tk, op)(**leaves, **options, backend=backend)
         (projection(o) + projection(state)).backward()
         found.append({"o": o, "state": state} | {f"d{name}": t.grad for name, t in leaves.items()})
     actual, expected = found
@@ -149,7 +152,9 @@ def steps(op: str) -> Numbers:
     return {"o": error(o, o_ref), "state": error(state, state_ref)}
 
 
-CASES: dict[str, Callable[[], Numbers]] = {"raw/chunk_gated_delta_rule": raw_gated_delta_rule}
+CASES: dict[str, Callable[[], Numbers]] = {
+    f"raw/{op}": partial(raw, op) for op in ("chunk_gated_delta_rule", "chunk_kda")
+}
 for op in adapters.FLA_OPS:
     if op.startswith("chunk_"):
         CASES[f"fla/{op}"] = partial(fla, op, public=False)

@@ -16,7 +16,7 @@ import tfla_tk
 from tfla_tk import UnsupportedError, doctor, which
 from tfla_tk.backends.triton import fla
 
-from .families import FAMILIES, GATED, GLA, INTRA, RAW, SIMPLE_GLA, STATE, UNGATED, Family
+from .families import FAMILIES, GATED, GLA, INTRA, PLAIN, RAW, RAW_KDA, SIMPLE_GLA, STATE, UNGATED, Family
 from .linear import Inputs, assert_same, gradients, leaves
 from .linear_checks import (
     assert_autocast,
@@ -64,7 +64,7 @@ def test_forms_agree_with_the_recurrence(family: Family, backend: str, heads: tu
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_cpu", [False, True])
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_packed_sequences(family: Family, dtype: torch.dtype, with_cpu: bool) -> None:
     x = family.draw(batch=1, rows=5)
     assert_packs_sequences(family.function, family.recurrent, x, dtype, with_cpu=with_cpu)
@@ -94,7 +94,7 @@ def test_autocast(family: Family) -> None:
     assert_autocast(family.function, family.draw())
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_why_tk_does_not_serve(family: Family) -> None:
     x = family.draw()
     choice = which(family.function, **x)
@@ -104,7 +104,7 @@ def test_why_tk_does_not_serve(family: Family) -> None:
         family.function(**x, backend="tk")
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_unknown_variants(family: Family) -> None:
     for backend, expected in (
         ("reference:fast", r"'reference:chunkwise' or .* got 'reference:fast'"),
@@ -127,9 +127,9 @@ def test_signatures_are_those_of_fla() -> None:
 
 
 @pytest.mark.parametrize("decay", [-1e3, -math.inf, 0.0])
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_gates_that_close(family: Family, decay: float) -> None:
-    """One channel of GLA, else a head."""
+    """One channel of GLA and KDA, else a head."""
     x = family.draw()
     x["g"][:, ::3, ..., 1] = decay
     assert_same(gradients(family.function, x), gradients(family.recurrent, x))
@@ -163,7 +163,7 @@ def test_other_head_dims_are_padded(
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_plain_calls_go_to_the_kernels_and_others_to_the_op(
     family: Family, kernels: Any, with_grad: bool
 ) -> None:
@@ -180,12 +180,12 @@ def test_plain_calls_go_to_the_kernels_and_others_to_the_op(
     assert counter.get_total_flops() == 2 * 40 * x["v"].shape[2] * per_token
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_a_profile_shows_the_kernels_that_run_without_it(family: Family, kernels: Any) -> None:
     assert_profiles_show_what_runs(family.function, family.draw(), kernels.calls, family.op)
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_plans_are_kept_by_what_matters(family: Family, kernels: Any) -> None:
     x = family.draw()
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_plans_are_kept_by_what_matters(family: Family, kernels: Any) -> None:
     assert len(family.path.plans) == 4
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_gates_that_need_no_gradient_get_none(family: Family, kernels: Any) -> None:
     x = family.draw()
     x["q"].requires_grad_()
@@ -207,7 +207,7 @@ def test_gates_that_need_no_gradient_get_none(family: Family, kernels: Any) -> N
     assert kernels.needs_gates == [False, True] and g.grad is not None
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_a_call_is_batch_invariant_as_it_began(family: Family, kernels: Any) -> None:
     """Whatever is set when its backward runs; a plan for each."""
     for value in (True, False, True):
@@ -220,12 +220,12 @@ def test_a_call_is_batch_invariant_as_it_began(family: Family, kernels: Any) -> 
     assert len(family.path.plans) == 2
 
 
-@of_families(GLA, GATED, RAW)
+@of_families(GLA, GATED, RAW, RAW_KDA)
 def test_a_final_state_that_is_overwritten(family: Family, kernels: Any) -> None:
     assert_final_state_may_change(family.function, family.draw())
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_an_initial_state_that_is_overwritten_keeps_the_gradient(family: Family, kernels: Any) -> None:
     """As a cache of states is."""
     x = family.draw()
@@ -248,7 +248,7 @@ def test_checkpointing_and_hooks(family: Family, kernels: Any) -> None:
         assert kernels.calls == ["forward, kept", "backward, kept", *again, "backward, kept"]
 
 
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_double_backward_and_forward_mode(family: Family, kernels: Any) -> None:
     x = leaves(family.draw(seq=10))
     o, _ = family.function(**x)
@@ -292,12 +292,12 @@ def test_doctor_tells(family: Family, kernels: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-@of_families(SIMPLE_GLA, GLA, GATED, RAW, UNGATED)
+@of_families(*FAMILIES, UNGATED)
 def test_opcheck(family: Family, packed: bool, with_state: bool, last: bool) -> None:
     x = leaves(family.draw(batch=1 if packed else 2, seq=20, rows=3 if packed else None, dtype=torch.float32))
     given = x | {"cu_seqlens": torch.tensor([0, 5, 5, 20]) if packed else None, "output_final_state": last}
     given |= {"scale": 0.25, "form": "chunkwise", "chunk_size": 16, "needs_gates": family is not UNGATED}
-    given |= dict.fromkeys(("qk_l2norm", "beta_sigmoid"), family is RAW)
+    given |= dict.fromkeys(("qk_l2norm", "beta_sigmoid"), family in (RAW, RAW_KDA))
     if not with_state:
         del given["initial_state"]
 
@@ -322,7 +322,7 @@ def test_opcheck(family: Family, packed: bool, with_state: bool, last: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "tk"])
-@of_families(SIMPLE_GLA, GLA, RAW)
+@of_families(SIMPLE_GLA, GLA, RAW, RAW_KDA)
 def test_compile(family: Family, kernels: Any, packed: bool, backend: str) -> None:
     x = family.draw(batch=1, rows=3 if packed else 1)
     options: dict[str, Any] = {"cu_seqlens": OFFSETS} if packed else {}
@@ -334,7 +334,7 @@ def test_compile(family: Family, kernels: Any, packed: bool, backend: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "tk"])
-@of_families(SIMPLE_GLA, GLA, GATED)
+@of_families(*PLAIN)
 def test_compile_with_sizes_as_symbols(family: Family, kernels: Any, backend: str) -> None:
     """Tokens, heads, groups, head dims and the scale: one graph serves another size."""
     compiled = torch.compile(family.function, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -376,13 +376,13 @@ def test_fake_and_meta_tensors(family: Family) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@of_families(SIMPLE_GLA, GLA, GATED, RAW)
+@of_families(*FAMILIES)
 def test_vmap(family: Family, kernels: Any, packed: bool) -> None:
     """One call over a batch of calls: results and gradients of each, of parameters per head, too."""
     x = family.draw(batch=1, seq=20, rows=2 if packed else 1)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
     options["output_final_state"] = True
-    gate = "A_log" if family is RAW else "g"
+    gate = "A_log" if family in (RAW, RAW_KDA) else "g"
     names = ("q", gate, "initial_state")
     q, state = torch.stack([x["q"], 2 * x["q"], -x["q"]]), x["initial_state"]
     gates = torch.stack([x[gate], 2 * x[gate], 3 * x[gate]], dim=1)

@@ -29,7 +29,9 @@ def draw_of(name: str, **options: Any) -> Inputs:
         x = simple_gla_calls.draw(**options)
         del x["g"]
         return x
-    return draw_without_decay(**options) if name == "delta_rule" else delta_inputs.draw(**options)
+    if name == "delta_rule":
+        return draw_without_decay(**options)
+    return delta_inputs.draw(**options, by_channel=name == "kda")
 
 
 def chunkwise(name: str, x: Inputs, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -38,7 +40,7 @@ def chunkwise(name: str, x: Inputs, **options: Any) -> tuple[Tensor, Tensor | No
     return function(**{"g" if key == "gk" else key: value for key, value in x.items()}, **options)
 
 
-NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule")
+NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule", "kda")
 of_every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -74,7 +76,7 @@ def test_token_by_token_is_the_whole(name: str) -> None:
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gla", "simple_gla", "retention", "gated_delta_rule"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "delta_rule"])
 def test_states_of_v_first(name: str) -> None:
     function = getattr(tfla_tk, f"fused_recurrent_{name}")
     x = draw_of(name, seq=2)
@@ -94,9 +96,10 @@ def test_gradients_are_those_of_the_chunkwise_function(name: str) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(o.sum() + last.square().sum(), inputs))
 
 
-def test_raw_inputs_of_the_gated_delta_rule() -> None:
-    x = delta_inputs.draw_raw(seq=4)
-    found = tfla_tk.fused_recurrent_gated_delta_rule(**x, **delta_inputs.FLAGS)
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
+def test_raw_inputs(name: str) -> None:
+    x = delta_inputs.draw_raw(seq=4, by_channel=name == "kda")
+    found = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, **delta_inputs.FLAGS)
     torch.testing.assert_close(found, delta_inputs.from_raw(**x))
 
 
@@ -125,6 +128,7 @@ def test_what_absent_gates_mean() -> None:
         ("gated_delta_rule", {"gk": torch.zeros(1)}, "gk: expected None"),
         ("delta_rule", {"beta": torch.zeros(2, 3, 5)}, r"beta: expected shape \[B, T, HV\] of v"),
         ("gated_delta_rule", {"v": None}, "v: expected a tensor"),
+        ("kda", {"beta": None}, "beta: expected a tensor"),
         ("gated_delta_rule", {"g": None, "use_gate_in_kernel": True}, "g: expected a tensor"),
         ("delta_rule", {"v": torch.zeros(2)}, "v: expected 4 dimensions"),
     ],

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import chunk_lightning_attn, chunk_retention, reference
 
-from .families import GATED, GLA, SIMPLE_GLA, UNGATED
+from .families import GATED, GLA, KDA, SIMPLE_GLA, UNGATED
 from .linear import Inputs
 
 OFFSETS = torch.tensor([0, 5, 5, 40])
@@ -23,8 +23,9 @@ FAMILIES = {
     "gla": (GLA, GLA.function),
     "delta_rule": (UNGATED, UNGATED.function),
     "gated_delta_rule": (GATED, GATED.function),
+    "kda": (KDA, KDA.function),
 }
-V_FIRST = ("simple_gla", "gla", "gated_delta_rule")
+V_FIRST = ("simple_gla", "gla", "gated_delta_rule", "kda")
 CALLS = [(name, v_first) for name in FAMILIES for v_first in (False, True) if name in V_FIRST or not v_first]
 
 

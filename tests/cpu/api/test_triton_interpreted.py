@@ -135,7 +135,7 @@ def test_odd_head_dimensions_write_out_of_bounds(numbers: Numbers) -> None:
 
 @pytest.mark.parametrize("through", ["fla", "public"])
 @pytest.mark.parametrize(
-    "op", ["gla", "simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
+    "op", ["gla", "simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule", "kda"]
 )
 def test_fla_agrees(op: str, through: str, numbers: Numbers) -> None:
     """Output, final state and gradients, from an initial state, with a chunk tail; delta rule in fp16.
@@ -151,13 +151,14 @@ def test_fla_agrees(op: str, through: str, numbers: Numbers) -> None:
 def test_fla_agrees_token_by_token(numbers: Numbers) -> None:
     """Output and final state of a few tokens, by the functions that models generate with."""
     cases = group(numbers, "steps/fused_recurrent_")
-    assert len(cases) == 5
+    assert len(cases) == 6
     for name, errors in cases.items():
         assert set(errors) == {"o", "state"} and max(errors.values()) < EXACT, (name, errors)
 
 
-def test_fla_agrees_on_raw_inputs(numbers: Numbers) -> None:
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_fla_agrees_on_raw_inputs(op: str, numbers: Numbers) -> None:
     """Norm, sigmoid and gate in the kernel, negative eigenvalues, more value heads, states V first."""
-    errors = numbers["raw/chunk_gated_delta_rule"]
+    errors = numbers[f"raw/chunk_{op}"]
     assert {"dA_log", "ddt_bias", "dbeta", "dg", "dinitial_state"} <= set(errors)
     assert max(errors.values()) < EXACT, errors

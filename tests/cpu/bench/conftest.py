@@ -39,6 +39,7 @@ GATES = {
     "gla": ["dg"],
     "delta_rule": ["dbeta"],
     "gated_delta_rule": ["dg", "dbeta"],
+    "kda": ["dg", "dbeta"],
 }
 
 

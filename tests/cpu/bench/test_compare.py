@@ -34,7 +34,7 @@ def test_forms_of_the_reference_of_every_operator(command, tmp_path: Path) -> No
     assert status == 0
     results.load(tmp_path / "written.json")  # which are valid rows
     assert [row["op"] for row in rows] == [op for op in GATES for _ in range(6)]
-    assert [row["backend"] for row in rows] == FORMS * 16
+    assert [row["backend"] for row in rows] == FORMS * 2 * len(GATES)
     assert len({row["run"] for row in rows}) == 1
     assert all(row["dtype"] == "fp32" and row["gpu"] is None and row["roofline"] is None for row in rows)
     for row in rows:
@@ -48,7 +48,7 @@ def test_forms_of_the_reference_of_every_operator(command, tmp_path: Path) -> No
     assert "Lightning attention, forward, B1 T48 H2 16/32" in out and "tfla-tk doctor" in out
 
 
-@pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla", "gated_delta_rule", "kda"])
 @pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
 def test_packed_sequences_and_more_value_heads(command, op: str, which: str) -> None:
     shape = "1x60x2x16x32xN7" + "xHV4" * (op != "mlstm_exp")

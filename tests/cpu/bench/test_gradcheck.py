@@ -190,13 +190,14 @@ def parallel_of(operator: Operator, heads: int) -> Callable[..., Any]:
     options = dict(operator.options)
     if operator.decay is not None:
         options["g_gamma"] = operator.decay(heads, CPU)
-    if operator.name != "gated_delta_rule":
+    if operator.name not in ("gated_delta_rule", "kda"):
         name = operator.truth.__name__.replace("chunkwise", "parallel")
         return lambda **arguments: getattr(reference, name)(**arguments, **options)
 
     def function(*, q, k, g, beta, A_log=None, dt_bias=None, **arguments: Any) -> Any:
         if options.get("use_gate_in_kernel"):
-            g = -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
+            rate = A_log.exp().view(-1, *[1] * (g.dim() - 3))
+            g = -rate * torch.nn.functional.softplus(g + dt_bias.view(g.shape[2:]))
         if options.get("use_qk_l2norm_in_kernel"):
             q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
             beta = 2 * torch.sigmoid(beta)

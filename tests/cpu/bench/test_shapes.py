@@ -28,6 +28,8 @@ def test_roofline_takes_the_larger_term() -> None:
         ("delta_rule", "fwd", 32768 + 6 * 16384, 1028),
         ("gated_delta_rule", "fwd", 32768 + 6 * 16384, 1032),
         ("gated_delta_rule", "fwdbwd", 4 * 32768 + 24 * 16384, 1032 + 14 * 128 + 16),
+        ("kda", "fwd", 32768 + 6 * 16384, 1540),
+        ("kda", "fwdbwd", 4 * 32768 + 24 * 16384, 1540 + 14 * 128 + 8 * 128 + 8),
         ("gla", "fwd", 98304, 1536),
         ("gla", "fwdbwd", 98304 + 229376, 1536 + 14 * 128 + 8 * 128),
     ],

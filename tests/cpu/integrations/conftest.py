@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import decode, delta_rule, gla, simple_gla
+from tfla_tk import decode, delta_rule, gla, kda, simple_gla
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.calls.mlstm import MLSTMCall
@@ -199,7 +199,7 @@ def restored() -> Iterator[None]:
     """fla as it was, before and after."""
     # not for every worker process that collects such tests: it takes five seconds
     pytest.importorskip("fla.ops", reason="fla-core is not installed")
-    families = (simple_gla, gla, delta_rule)
+    families = (simple_gla, gla, delta_rule, kda)
     fla.restore()
     for family in families:
         family._path.plans.clear()

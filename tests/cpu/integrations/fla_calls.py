@@ -13,7 +13,8 @@ from tfla_tk.integrations import fla as integration
 
 SCALAR_DECAY = ["chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"]
 DECODING = [name for name in integration.FUNCTIONS if name.startswith("fused_recurrent_")]
-CHUNKWISE = [*SCALAR_DECAY, "chunk_gla", "chunk_delta_rule", "chunk_gated_delta_rule"]
+DISPATCHED = ["chunk_gated_delta_rule", "chunk_kda"]
+CHUNKWISE = [*SCALAR_DECAY, "chunk_gla", "chunk_delta_rule", *DISPATCHED]
 ALL = [*CHUNKWISE, *DECODING]
 
 
@@ -43,19 +44,21 @@ FLAGS = {
 }
 
 
-def draw_gated_delta_rule(batch: int = 2, seq: int = 70) -> dict[str, Any]:
-    """Raw inputs of the gated delta rule, and FLAGS."""
+def draw_raw(name: str, batch: int = 2, seq: int = 70) -> dict[str, Any]:
+    """Raw inputs of one of DISPATCHED, and FLAGS."""
     generator = torch.Generator().manual_seed(0)
+    channels = (16,) if name == "chunk_kda" else ()
     shapes = {"q": (batch, seq, 2, 16), "k": (batch, seq, 2, 16), "v": (batch, seq, 4, 32)}
-    shapes |= {"g": (batch, seq, 4), "beta": (batch, seq, 4), "A_log": (4,), "dt_bias": (4,)}
+    shapes |= {"g": (batch, seq, 4, *channels), "beta": (batch, seq, 4), "A_log": (4,)}
+    shapes["dt_bias"] = (64,) if channels else (4,)
     shapes["initial_state"] = (batch, 4, 16, 32)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} | FLAGS
 
 
 def draw_call(name: str) -> dict[str, Any]:
     """The arguments of a call of one of the chunkwise functions."""
-    if name == "chunk_gated_delta_rule":
-        return draw_gated_delta_rule()
+    if name in DISPATCHED:
+        return draw_raw(name)
     x: dict[str, Any] = draw_scalar_decay()
     g = x.pop("g")
     gates = {"chunk_simple_gla": {"g": g}, "chunk_gla": {"g": -x["k"].abs()}}

@@ -14,7 +14,7 @@ from tfla_tk.integrations import fla as integration
 
 from .fla_calls import DECODING
 from .test_fla_layers import GatedNorm, NoRotary, norm_and_project
-from .test_fla_transformers import MODELS, draw_tokens, its_own_loop, make_model
+from .test_fla_transformers import KDA, MODELS, draw_tokens, its_own_loop, make_model
 
 pytestmark = [
     pytest.mark.usefixtures("restored"),
@@ -43,7 +43,7 @@ def prompt(model: Any, length: int, *, padded: bool = False, beams: int = 1) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"), [(kind, n) for kind in MODELS for n in (1, 64)] + [(MODELS[0], 65)]
+    ("kind", "length"), [(kind, n) for kind in (*MODELS, KDA) for n in (1, 64)] + [(MODELS[0], 65)]
 )
 def test_models_of_hugging_face_generate(kind: str, length: int) -> None:
     """The tokens of the loop without a cache, by Hugging Face's own loops in torch."""
@@ -54,12 +54,10 @@ def test_models_of_hugging_face_generate(kind: str, length: int) -> None:
         expected = generated(model, tokens, use_cache=False)
     integration.accelerate()
     assert torch.equal(generated(model, tokens), expected)
-    layers = sum("linear_attn.A_log" in name for name, _ in model.named_parameters())
+    layers = sum("A_log" in name for name, _ in model.named_parameters())
     steps = {"reference": layers * (NEW - 1)}
-    assert integration.paths() == {
-        "chunk_gated_delta_rule": {"reference": layers},
-        "fused_recurrent_gated_delta_rule": steps,
-    }
+    rule = "kda" if kind == KDA else "gated_delta_rule"
+    assert integration.paths() == {f"chunk_{rule}": {"reference": layers}, f"fused_recurrent_{rule}": steps}
 
 
 @pytest.mark.parametrize(

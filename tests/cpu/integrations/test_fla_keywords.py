@@ -26,6 +26,7 @@ ENDS = {
     "fla.ops.gla.chunk": "ChunkGLAFunction",
     "fla.ops.delta_rule.chunk": "ChunkDeltaRuleFunction",
     "fla.ops.gated_delta_rule.chunk": "ChunkGatedDeltaRuleFunction",
+    "fla.ops.kda.chunk": "ChunkKDAFunction",
     "fla.ops.common.fused_recurrent": "FusedRecurrentFunction",
     "fla.ops.delta_rule.fused_recurrent": "FusedRecurrentFunction",
     "fla.ops.gated_delta_rule.fused_recurrent": "FusedRecurrentFunction",
@@ -67,6 +68,7 @@ def arguments(name: str) -> list[Any]:
         "fused_recurrent_delta_rule": [beta],
     }
     gates |= {"fused_recurrent_gated_delta_rule": [token]}
+    gates |= {"chunk_kda": [g, beta], "fused_recurrent_kda": [g, beta]}
     return [q, torch.nn.functional.normalize(k, dim=-1), v, *gates.get(name, [])]
 
 
@@ -95,6 +97,8 @@ def test_as_fla_takes_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             # fla's own function returns all that it would hand to its kernels
             function = getattr(importlib.import_module(module), end)
             patch.setattr(function, "apply", lambda *args: (args, None))
+        module = importlib.import_module("fla.ops.kda.fused_recurrent")
+        patch.setattr(module, "fused_recurrent_kda_fwd", lambda **given: (tuple(given.values()), None))
         plain, expected = outcome(name), [outcome(name, **keywords) for keywords in KEYWORDS]
     integration.accelerate(name)
     served = outcome(name)

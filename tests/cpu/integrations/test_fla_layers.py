@@ -108,6 +108,12 @@ LAYERS = {
         },
         "chunk_gated_delta_rule",
     ),
+    "kda": Layer(
+        "kda",
+        "KimiDeltaAttention",
+        HEADS | {"num_v_heads": 4, "head_dim": 16, "use_short_conv": False, "lower_bound": -5.0},
+        "chunk_kda",
+    ),
 }
 
 
@@ -131,7 +137,7 @@ def make_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], nn.Mo
         torch.manual_seed(0)
         layer = getattr(module, of_fla.name)(hidden_size=32, **of_fla.options)
         layer.layer_idx = 0
-        if kind in ("delta", "gated"):
+        if kind in ("delta", "gated", "kda"):
             layer.o_norm = GatedNorm(layer.head_v_dim, eps=1e-5)
         elif kind != "hgrn2":
             layer.g_norm = nn.RMSNorm(layer.head_v_dim, eps=1e-5)
@@ -153,14 +159,19 @@ def by_recurrence(function: str) -> Callable[..., Any]:
         if options.pop("use_beta_sigmoid_in_kernel", False):
             x["beta"] = x["beta"].sigmoid() * (2 if options.pop("allow_neg_eigval") else 1)
         if options.pop("use_gate_in_kernel", False):
-            raw = x["g"] + options.pop("dt_bias")
-            x["g"] = -options.pop("A_log").exp() * nn.functional.softplus(raw)
+            raw = x["g"] + options.pop("dt_bias").view(x["g"].shape[2:])
+            rate = options.pop("A_log").exp()
+            if function == "chunk_kda":
+                x["g"] = options.pop("lower_bound") * torch.sigmoid(rate[:, None] * raw)
+            else:
+                x["g"] = -rate * nn.functional.softplus(raw)
         if options.pop("use_qk_l2norm_in_kernel", False):
             q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
         if function == "chunk_retention":
             x["g"] = torch.log(1 - 2.0 ** (-5 - torch.arange(q.shape[2]))).expand(q.shape[:3])
         family = "simple_gla" if function == "chunk_retention" else function.removeprefix("chunk_")
         cu_seqlens, _ = options.pop("cu_seqlens", None), options.pop("state_v_first", None)
+        assert not options.pop("safe_gate", None)
         assert not options.pop("output_final_state", None) and not options, options
         found: tuple[Tensor, None] = getattr(reference, f"{family}_recurrent")(
             q, k, v, **x, cu_seqlens=cu_seqlens

@@ -94,7 +94,7 @@ def test_flags_by_position(accelerated: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chunk_simple_gla", "chunk_gated_delta_rule"])
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda"])
 def test_compiled_calls_have_no_graph_break(name: str, accelerated: list[str]) -> None:
     """fla's own function is kept out of torch.compile; what is in its place is not."""
     function, x = own(name), draw_call(name)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import delta_rule, gla, simple_gla
+from tfla_tk import delta_rule, gla, kda, simple_gla
 from tfla_tk.backends.reference import linear as reference_backend
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import CHUNKWISE, draw_call, draw_scalar_decay, own
+from .fla_calls import CHUNKWISE, DISPATCHED, draw_call, draw_scalar_decay, own
 
 pytestmark = [
     pytest.mark.usefixtures("restored"),
@@ -25,19 +25,21 @@ pytestmark = [
 ]
 
 GATED = "chunk_gated_delta_rule"
+FAMILIES = ("simple_gla", "gla", "delta_rule", "kda")
 # where the functions of each family end in fla
 ENDS = {
     "simple_gla": ("fla.ops.simple_gla.chunk", "ChunkSimpleGLAFunction"),
     "gla": ("fla.ops.gla.chunk", "ChunkGLAFunction"),
     "delta_rule": ("fla.ops.delta_rule.chunk", "ChunkDeltaRuleFunction"),
     "gated_delta_rule": ("fla.ops.gated_delta_rule.chunk", "ChunkGatedDeltaRuleFunction"),
+    "kda": ("fla.ops.kda.chunk", "ChunkKDAFunction"),
 }
 FLA_S = ("fla's", None)  # what fla's own functions return here
 REFUSED = Support(False, "head dims are K = 272, V = 32", "use fewer")
 
 
 def forget_plans() -> None:
-    for family in (simple_gla, gla, delta_rule):
+    for family in (simple_gla, gla, delta_rule, kda):
         family._path.plans.clear()
 
 
@@ -52,7 +54,7 @@ class Machine:
         self.patch, self.own_calls = monkeypatch, 0
         monkeypatch.setattr(installation, "INTERPRETED", True)
         monkeypatch.setattr(tk_linear, "load", lambda *args: SUPPORTED)
-        for family in ("simple_gla", "gla", "delta_rule"):
+        for family in FAMILIES:
             monkeypatch.setattr(tk_linear, family, self._computed_by(family))
             monkeypatch.setattr(tk_linear, f"prepare_{family}", lambda *args: None)
         for module, name in ENDS.values():
@@ -69,7 +71,7 @@ class Machine:
     def say(self, verdict: Support) -> None:
         """What the tk backend says of every call from now on."""
         forget_plans()
-        for family in ("simple_gla", "gla", "delta_rule"):
+        for family in FAMILIES:
             self.patch.setattr(tk_linear, f"supports_{family}", lambda call, variant=None: verdict)
 
 
@@ -80,7 +82,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, restored: None) -> Machine:
     return found
 
 
-@pytest.fixture(params=[*((name, "after") for name in CHUNKWISE), (GATED, "before")], ids="-".join)
+@pytest.fixture(
+    params=[*((name, "after") for name in CHUNKWISE), *((name, "before") for name in DISPATCHED)],
+    ids="-".join,
+)
 def call(request: pytest.FixtureRequest, machine: Machine) -> Callable[..., Any]:
     """Calls one of fla's functions: what is in its place, or fla's own as kept from before, which hands over.
 
@@ -139,7 +144,7 @@ def test_an_error_of_ours_is_raised(
         raise error("ours")
 
     with monkeypatch.context() as patch:
-        for family in ("simple_gla", "gla", "delta_rule"):
+        for family in FAMILIES:
             patch.setattr(tk_linear, place.format(family), fail)
         for _ in range(2):
             with pytest.raises(error, match="ours"):
@@ -162,7 +167,7 @@ def test_calls_that_raise_leave_the_last_path(
 
     forget_plans()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        for family in ("simple_gla", "gla", "delta_rule"):
+        for family in FAMILIES:
             patch.setattr(tk_linear, family, fail)
         call()
     assert served_by("tk", call)
@@ -227,7 +232,7 @@ def test_what_could_not_be_built_is_tried_again(call: Any, machine: Machine) -> 
         pytest.skip("fla takes no fp32")
     # without `say`, which forgets plans
     for verdict, backend in ((Support(False, "the disk is full", failed=True), "fla"), (SUPPORTED, "tk")):
-        for family in ("simple_gla", "gla", "delta_rule"):
+        for family in FAMILIES:
             machine.patch.setattr(tk_linear, f"supports_{family}", lambda call, variant=None, v=verdict: v)
         call()
         path = integration.last_path()
@@ -239,6 +244,12 @@ def test_what_could_not_be_built_is_tried_again(call: Any, machine: Machine) -> 
     [
         (GATED, {"chunk_size": 48}, ValueError, "must be 16, 32, or 64 for Gated Delta Rule, got 48"),
         (GATED, {"A_log": None}, AssertionError, "A_log must be provided"),
+        (
+            "chunk_kda",
+            {"safe_gate": True},
+            ValueError,
+            "`lower_bound` must be specified when `safe_gate=True`",
+        ),
         ("chunk_simple_gla", {"cu_seqlens": torch.tensor([0, 4.0])}, ValueError, "batch size is expected"),
     ],
 )

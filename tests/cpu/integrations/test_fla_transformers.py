@@ -1,4 +1,4 @@
-"""Hugging Face's models of the gated delta rule, which call fla, by these kernels."""
+"""Hugging Face's models of the gated delta rule and of KDA, which call fla, by these kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Triton is not supported"),
 ]
 
-ON_A_CPU = integration.Path("chunk_gated_delta_rule", "reference", "the tensors are on a CPU")
-
-
 NAMES = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "olmo_hybrid": "OlmoHybrid"}
 MODELS = list(NAMES)
+KDA = "kimi_linear"  # the one of KDA
+NAMES[KDA] = "KimiLinear"
+LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # in its modules, in torch or by fla
+
+
+def on_a_cpu(kind: str) -> integration.Path:
+    """What serves a model here."""
+    function = "chunk_kda" if kind == KDA else "chunk_gated_delta_rule"
+    return integration.Path(function, "reference", "the tensors are on a CPU")
 
 
 def make_model(kind: str, **sizes: Any) -> tuple[nn.Module, Any]:
@@ -42,6 +48,16 @@ def make_model(kind: str, **sizes: Any) -> tuple[nn.Module, Any]:
         "qwen3_next": {**experts, "head_dim": 16, "shared_expert_intermediate_size": 16},
         "qwen3_5": {"head_dim": 16},
         "olmo_hybrid": {"linear_num_value_heads": 2, "linear_value_head_dim": 32},
+        KDA: {
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_key_value_heads": 2,
+            "mlp_layer_types": ["dense", "dense"],
+        },
     }[kind]
     text = "Text" if kind == "qwen3_5" else ""
     config = getattr(transformers, f"{NAMES[kind]}{text}Config")(**common | own | sizes)
@@ -53,7 +69,7 @@ def make_model(kind: str, **sizes: Any) -> tuple[nn.Module, Any]:
 def its_own_loop(module: Any) -> Iterator[None]:
     """Hugging Face's loop in torch in the place of fla's function, which its module has in a closure, taken
     on import."""
-    name = "torch_chunk_gated_delta_rule"
+    (name,) = (loop for loop in LOOPS if hasattr(module, loop))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, inspect.unwrap(getattr(module, name)))
         yield
@@ -104,7 +120,7 @@ def assert_packed_is_alone(
         torch.testing.assert_close(last[j : j + 1], alone_last, **tolerance)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_models_of_hugging_face(kind: str) -> None:
     """Against its own loop in torch."""
     model, module = make_model(kind)
@@ -112,7 +128,7 @@ def test_models_of_hugging_face(kind: str) -> None:
         expected = results(model)
     integration.accelerate()
     found = results(model)
-    assert integration.last_path() == ON_A_CPU
+    assert integration.last_path() == on_a_cpu(kind)
     assert found.keys() == expected.keys() and any("A_log" in name for name in found)
     for name, want in expected.items():
         torch.testing.assert_close(found[name], want, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: n + m)
@@ -122,4 +138,4 @@ def test_models_of_hugging_face(kind: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_input_of_hugging_face(kind: str) -> None:
     """Which its own loop in torch refuses."""
-    assert_packed_is_alone(kind, ON_A_CPU, "cpu", torch.float32)
+    assert_packed_is_alone(kind, on_a_cpu(kind), "cpu", torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import tfla_tk
-from tfla_tk import decode, delta_rule, gla, mlstm, simple_gla
+from tfla_tk import decode, delta_rule, gla, kda, mlstm, simple_gla
 from tfla_tk.backends.tk import device, refusals, segments
 from tfla_tk.backends.tk import mlstm as tk_mlstm
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
@@ -21,21 +21,24 @@ from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.backends.tk.delta_rule import inputs as delta_inputs
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
+from tfla_tk.backends.tk.kda import call as kda_call
+from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.backends.tk.scalar_gate import backward, decoding, forward, walks
 from tfla_tk.core.support import SUPPORTED
 
 from .delta_rule import DeltaRule
 from .gla import GLA
+from .kda import KDA
 from .scalar_gate import ScalarGate
 from .stand_in import Kernels
 
 Tensors = dict[str, Tensor]
 MODULES = (
     *(forward, backward, walks, decoding, gla_call, gla_launch, gla_backward),
-    *(delta_call, delta_launch, delta_inputs),
+    *(delta_call, delta_launch, delta_inputs, kda_call, kda_launch),
 )
-MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch)]
-MEMOS += [x._backwards for x in (backward, gla_backward, delta_launch)]
+MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch, kda_launch)]
+MEMOS += [x._backwards for x in (backward, gla_backward, delta_launch, kda_launch)]
 OFFSETS = [0, 70, 70, 134, 270]
 B, T, H = 2, 100, 2
 
@@ -50,6 +53,7 @@ class Op:
         gates: their names.
         states: names of the initial states, and shapes behind [N, H] by K and V.
         options: of every call.
+        most: head dims that its kernels take with gradients.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Op:
     gates: tuple[str, ...]
     states: tuple[str, ...] = ("initial_state",)
     options: tuple[tuple[str, Any], ...] = (("output_final_state", True),)
+    most: tuple[int, int] = (256, 512)
 
     def __str__(self) -> str:
         return self.name
@@ -66,6 +71,18 @@ class Op:
     def is_mlstm(self) -> bool:
         """Whether heads come before tokens."""
         return self.name.startswith("mlstm")
+
+    @property
+    def is_delta_rule(self) -> bool:
+        return self.name in ("chunk_gated_delta_rule", "chunk_kda")
+
+    def channels(self, gate: str, dim_k: int) -> tuple[int, ...]:
+        """The dims of a gate behind tokens and heads."""
+        return (dim_k,) if gate == "g" and self.name in ("chunk_gla", "chunk_kda") else ()
+
+    def fitting(self, dims: tuple[int, int]) -> tuple[int, int]:
+        """Head dims, as far as its kernels take them."""
+        return min(dims[0], self.most[0]), min(dims[1], self.most[1])
 
 
 _LAST = ("return_last_states", True)
@@ -85,8 +102,11 @@ OPS = {
     "decay": Op("chunk_simple_gla", ScalarGate, simple_gla._path, ("g",)),
     "gla": Op("chunk_gla", GLA, gla._path, ("g",)),
     "delta": Op("chunk_gated_delta_rule", DeltaRule, delta_rule._path, ("g", "beta")),
+    "kda": Op("chunk_kda", KDA, kda._path, ("g", "beta"), most=(128, 128)),
 }
 MLSTM = ("exp", "sig", "sig unnormalised")
+# KDA's kernels take whole sequences, in all batches bit for bit alike
+CUT = {name: op for name, op in OPS.items() if name != "kda"}
 
 
 def take_tensors_for_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +152,12 @@ def draw(
     tokens: int = T,
     seed: int = 0,
 ) -> Tensors:
-    """Inputs of a call, by their names. Only a scalar decay and the delta rule have groups of heads."""
+    """Inputs of a call, by their names. mLSTM and GLA have no groups of heads.
+
+    Args:
+        dims: as far as the kernels take them.
+    """
+    dims = op.fitting(dims)
     generator = torch.Generator().manual_seed(seed)
     batch, tokens, rows = (1, OFFSETS[-1], len(OFFSETS) - 1) if packed else (B, tokens, B)
     if op.is_mlstm or op.name == "chunk_gla":
@@ -143,12 +168,11 @@ def draw(
         return torch.randn(*shape, *dims, generator=generator)
 
     q, k, v = normal(H, dims[0]), normal(H, dims[0]), normal(group * H, dims[1])
-    if op.name == "chunk_gated_delta_rule":
+    if op.is_delta_rule:
         q, k = normalize(q, dim=-1), normalize(k, dim=-1)
     x = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
-    of_channels = dims[:1] if op.name == "chunk_gla" else ()
     for name in op.gates:
-        gate = normal(group * H, *of_channels) + (3 if name == "f" else 2 if name == "g" else 0)
+        gate = normal(group * H, *op.channels(name, dims[0])) + {"f": 3, "g": 2}.get(name, 0)
         if not op.is_mlstm:
             gate = logsigmoid(gate) if name == "g" else torch.sigmoid(gate)
         x[name] = gate.to(of_gates)

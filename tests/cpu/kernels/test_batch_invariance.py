@@ -16,7 +16,7 @@ from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
 
-from .calls import OPS, Op, check, draw, results
+from .calls import CUT, Op, check, draw, results
 from .stand_in import Kernels
 
 SEGMENT = INVARIANT_CHUNKS * CHUNK
@@ -109,7 +109,7 @@ def traits(kernels: Kernels) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("op", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 144), (192, 64)], ids=str)
 def test_a_batch_is_launched_like_one_sequence(op: Op, dims: Any, kernels: Kernels) -> None:
     """With the option, and forwards of inference like those of training."""
@@ -131,7 +131,7 @@ def test_a_batch_is_launched_like_one_sequence(op: Op, dims: Any, kernels: Kerne
     assert dims != (128, 128) or not found[False][0] == found[False][1] == found[False][2]
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("op", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("chunks", [2, 4, INVARIANT_CHUNKS])
 @pytest.mark.parametrize("dims", [(64, 48), (64, 144), (144, 272)], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

@@ -23,6 +23,7 @@ from tfla_tk.build.instances import (
     DECODING,
     DELTA_RULE,
     GLA,
+    KDA,
     SEQUENTIAL,
     mlstm_bwd_combine,
     mlstm_bwd_gates,
@@ -90,7 +91,7 @@ def zeros(
     x = {name: of(heads // group, dims[0], dtype=dtype) for name in "qk"} | {
         "v": of(heads, dims[1], dtype=dtype)
     }
-    x |= {name: of(heads, *dims[:1] if op.name == "chunk_gla" else ()) for name in op.gates}
+    x |= {name: of(heads, *op.channels(name, dims[0])) for name in op.gates}
     offsets = {"cu_seqlens": torch.tensor([0, tokens // 3, tokens // 3, tokens])}
     return x | offsets if packed else x
 
@@ -98,6 +99,7 @@ def zeros(
 # tokens, of which many are cut, heads, and heads that share one of q and k
 SIZES = {op: [(130, 2, 1), (9000, 2, 1)] for op in OPS}
 SIZES["gla"] += [(130, 100, 1)]
+SIZES["kda"] = [(130, 2, 1), (130, 200, 2)]
 SIZES["delta"] += [(130, 4, 2), (130, 16, 8), (130, 200, 1)]
 DIMS = [
     *((16, 16), (64, 80), (64, 128), (64, 512), (80, 48), (96, 256), (128, 64), (128, 128), (128, 192)),
@@ -111,10 +113,11 @@ RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 def test_calls(name: str, dims: tuple[int, int], sizes: tuple[int, int, int], compared: Compared) -> None:
     """Both directions, with gradients of gates and without, and a forward alone."""
     op = OPS[name]
+    dims = op.fitting(dims)
     for dtype, packed in itertools.product(HALVES, (False, True)):
         x = zeros(op, dims, *sizes, dtype, packed)
         with compared():
-            for options in ({}, RAW) if name == "delta" else ({},):
+            for options in ({}, RAW) if op.is_delta_rule else ({},):
                 for without in ((), op.gates):
                     results(op, x, without=without, **options)
             with torch.no_grad():
@@ -160,7 +163,7 @@ OTHERS: dict[Launcher, list[Instance]] = {
 
 
 @pytest.mark.parametrize(
-    "launcher", [*CHUNKWISE.values(), SEQUENTIAL, DECODING, DELTA_RULE, GLA], ids=lambda x: x.name
+    "launcher", [*CHUNKWISE.values(), SEQUENTIAL, DECODING, DELTA_RULE, GLA, KDA], ids=lambda x: x.name
 )
 def test_all_that_a_launcher_may_launch_is_in_some_instance(
     launcher: Launcher, recorded: Callable[[Launcher], RecordedLauncher]

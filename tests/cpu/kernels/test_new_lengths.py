@@ -18,7 +18,8 @@ from .calls import MODULES, OPS, Op, forget_calls, take_tensors_for_a_gpus
 from .stand_in import pretend_a_gpu
 
 HEADS, DIM = 2, 64
-EVERY = pytest.mark.parametrize("op", [OPS[name] for name in ("exp", "decay", "gla", "delta")], ids=str)
+FAMILIES = ("exp", "decay", "gla", "delta", "kda")
+EVERY = pytest.mark.parametrize("op", [OPS[name] for name in FAMILIES], ids=str)
 
 
 class Launcher:
@@ -26,7 +27,7 @@ class Launcher:
 
     def __getattr__(self, name: str) -> Any:
         sizes = {"bytes": 4096, "parts": 1, "offsets": (0, 1024), "multiprocessor": 1}
-        prepared = sizes.get(name.rpartition("_")[2])
+        prepared = (4096,) * 3 if name == "tiles_bytes" else sizes.get(name.rpartition("_")[2])
         return lambda *arguments: prepared
 
 
@@ -49,7 +50,7 @@ def packed(op: Op, tokens: int, sequences: int, *, trains: bool = False) -> tupl
         return torch.empty(*shape, *dims, dtype=dtype, requires_grad=trains)
 
     x = [empty(DIM, dtype=torch.bfloat16) for _ in range(3)]
-    x += [empty(DIM)] if op.name == "chunk_gla" else [empty()] * len(op.gates)
+    x += [empty(*op.channels(name, DIM)) for name in op.gates]
     return x, torch.arange(sequences + 1) * tokens // sequences
 
 

@@ -53,11 +53,11 @@ def draw(
         "output_final_state": True,
     }
     gate = logsigmoid(normal(batch, tokens, values) + 2)
-    if name == "gla":
-        x["gk"] = logsigmoid(normal(batch, tokens, values, dims[0]) + 2)
+    if name in ("gla", "kda"):
+        x["gk" if name == "gla" else "g"] = logsigmoid(normal(batch, tokens, values, dims[0]) + 2)
     elif "gate" in name or name == "simple_gla":
         x["g"] = gate
-    if "delta" in name:
+    if "delta" in name or name == "kda":
         x["beta"] = torch.sigmoid(normal(batch, tokens, values))
     return x | ({"state_v_first": True} if v_first else {})
 
@@ -87,13 +87,13 @@ def assert_close(name: str, x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return o, last
 
 
-NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule")
+NAMES = ("gla", "simple_gla", "retention", "delta_rule", "gated_delta_rule", "kda")
 DIMS = ((64, 64), (96, 192), (128, 128), (256, 64))
 TOKENS = (1, 4, 3, 7)
 CASES = [
     (
         name,
-        DIMS[(n + m) % 4],
+        DIMS[(n + m) % 4] if name != "kda" else ((64, 64), (128, 128))[m // 2],
         TOKENS[(n + 2 * m) % 4],
         (HALF, torch.float32, torch.float16)[(n + m) % 3],
         m % 2 == 1,
@@ -112,7 +112,8 @@ def test_against_fp64(
 
 
 @pytest.mark.parametrize(
-    ("name", "v_first"), [("gla", True), ("gated_delta_rule", False), ("gated_delta_rule", True)]
+    ("name", "v_first"),
+    [("gla", True), ("gated_delta_rule", False), ("gated_delta_rule", True), ("kda", True)],
 )
 def test_tokens_of_one_call_are_those_of_single_calls(name: str, v_first: bool) -> None:
     """Bitwise."""
@@ -139,6 +140,16 @@ def test_raw_inputs(flags: tuple[str, ...], v_first: bool) -> None:
     if "use_qk_l2norm_in_kernel" not in flags:
         x["k"] = normalize(x["k"].float(), dim=-1).to(HALF)
     assert_close("gated_delta_rule", x)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_raw_inputs_of_kda(tokens: int, lower_bound: float | None) -> None:
+    """As fla's layer passes them: in bf16, V first."""
+    x = draw("kda", tokens=tokens, v_first=True) | dict.fromkeys(FLAGS, True) | {"lower_bound": lower_bound}
+    x |= {"k": 3 * x["k"], "g": 4 * x["g"].to(HALF), "beta": x["beta"].to(HALF)}
+    x |= {"A_log": torch.tensor([0.5, -1.0]), "dt_bias": torch.linspace(-2, 5, 128)}
+    assert_close("kda", x)
 
 
 def test_views_of_one_projection() -> None:
@@ -201,7 +212,7 @@ def test_a_state_at_an_odd_address() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("v_first", [False, True])
-@pytest.mark.parametrize("name", ["gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule", "kda"])
 def test_packed_sequences(name: str, v_first: bool, dtype: torch.dtype) -> None:
     """Of 3, 0, 1, 10 and 4 tokens, each as alone; in a pool one of them has no state."""
     x = draw(name, tokens=18, batch=1, v_first=v_first)
@@ -267,7 +278,7 @@ def test_the_state_behind_every_token(
 
 @pytest.mark.parametrize("log", [0.0, -1e-4, -50.0, -1e3, -1e5, -torch.inf])
 def test_extreme_gates(log: float) -> None:
-    for name, gate in (("gla", "gk"), ("gated_delta_rule", "g")):
+    for name, gate in (("gla", "gk"), ("gated_delta_rule", "g"), ("kda", "g")):
         x = draw(name, tokens=2)
         x[gate] = torch.full_like(x[gate], log)
         x[gate][..., ::2] = -0.1
@@ -293,3 +304,5 @@ def test_what_the_kernels_refuse() -> None:
     ):
         with pytest.raises(tfla_tk.UnsupportedError, match=reason):
             call("gla", draw("gla", **changes))
+    with pytest.raises(tfla_tk.UnsupportedError, match="K is one of 64, 128, this is 96"):
+        call("kda", draw("kda", dims=(96, 64)))

@@ -151,6 +151,7 @@ OPERATORS = [
     Operator("delta_rule", linear_runner("delta_rule"), linear_drawer("b"), 1, 1),
     Operator("gated_delta_rule", linear_runner("gated_delta_rule"), linear_drawer("gb"), 1, 1),
     Operator("gated_delta_groups", linear_runner("gated_delta_rule"), linear_drawer("gb", groups=2), 1, 1),
+    Operator("kda", linear_runner("kda"), linear_drawer("Gb", groups=2), 1, 1),
 ]
 
 

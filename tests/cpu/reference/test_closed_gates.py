@@ -191,11 +191,11 @@ def test_a_nan_gate_is_not_a_closed_one(form: str, gate: str) -> None:
 
 
 def closed_at(tokens: Tensors, positions: list[int], operator: Any, least: float) -> Tensors:
-    """Gates at ``least``: both of mLSTM; the decay of the linear operators, of GLA in some channels alone."""
+    """Gates at ``least``: both of mLSTM; the decay of the linear operators, per channel in some alone."""
     tokens = [x.clone() for x in tokens]
     if operator.name.startswith("mlstm"):
         tokens[3:] = close(*tokens[3:], positions, least)
-    elif operator.name == "gla":
+    elif operator.name in ("gla", "kda"):
         tokens[3][:, positions, :, ::3] = least
         tokens[3][:, positions[:1]] = least
     else:
@@ -206,7 +206,7 @@ def closed_at(tokens: Tensors, positions: list[int], operator: Any, least: float
 @pytest.mark.parametrize("with_state", [False, True], ids=["zero_state", "state"])
 @pytest.mark.parametrize("closed", CLOSED)
 def test_a_decay_of_zero(decaying_operator: Any, closed: str, with_state: bool) -> None:
-    """Sigmoid gate, simple GLA, GLA and the gated delta rule: all forms, forward and backward."""
+    """Sigmoid gate, simple GLA, GLA, the gated delta rule and KDA: all forms, forward and backward."""
     operator = decaying_operator
     tokens, state = operator.draw(LENGTH)
     state = state if with_state else []

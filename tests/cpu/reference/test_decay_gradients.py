@@ -23,10 +23,9 @@ def draw(gate: str, bias: float) -> list[Tensor]:
         q, k, v = (normal(2, TOKENS, 8) for _ in range(3))
         return [q, k, v, normal(2, TOKENS), normal(2, TOKENS) + bias]
     q, k, v = (normal(TOKENS, 2, 8) for _ in range(3))
-    size = (TOKENS, 2, 8) if gate == "channel" else (TOKENS, 2)
-    g = logsigmoid(normal(*size) + bias)
-    if gate == "delta":
-        return [q, normalize(k, dim=-1), v, g, torch.sigmoid(normal(*size))]
+    g = logsigmoid(normal(TOKENS, 2, *([8] if gate.startswith("channel") else [])) + bias)
+    if gate.endswith("delta"):
+        return [q, normalize(k, dim=-1), v, g, torch.sigmoid(normal(TOKENS, 2))]
     return [q, k, v, g]
 
 
@@ -39,6 +38,7 @@ FAMILIES = {
         reference.gated_delta_rule_backward,
         3,
     ),
+    "kda": ("channel, delta", reference.kda_chunkwise, reference.kda_backward, 3),
     "mlstm": (
         "f",
         reference.mlstm_chunkwise,

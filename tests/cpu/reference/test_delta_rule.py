@@ -42,20 +42,39 @@ def test_writing_strength(allow_neg_eigval: bool) -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_log_decay(with_bias: bool) -> None:
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("dims", [(), (4,)], ids=["per_head", "per_channel"])
+def test_log_decay(dims: tuple[int, ...], lower_bound: float | None, with_bias: bool) -> None:
     torch.manual_seed(0)
-    x, a_log, bias = (t.requires_grad_() for t in (8 * normal(2, 7, 3), normal(3), normal(3)))
+    x, a_log, bias = (
+        t.requires_grad_() for t in (8 * normal(2, 7, 3, *dims), normal(3), normal(*dims, 3).flatten())
+    )
     given = bias if with_bias else None
-    g = reference.delta_log_decay(x, a_log, given)
-    assert_close(g, -a_log.exp() * torch.log1p(torch.exp(x + bias if with_bias else x)))
+    g = reference.delta_log_decay(x, a_log, given, lower_bound)
+    biased = x + bias.view(3, *dims) if with_bias else x
+    rate = a_log.exp().view(3, *[1] * len(dims))
+    soft = -rate * torch.log1p(torch.exp(biased))
+    assert_close(g, soft if lower_bound is None else lower_bound / (1 + torch.exp(-rate * biased)))
     dg = torch.randn_like(g)
     inputs = [x, a_log, *([bias] if with_bias else [])]
     expected = torch.autograd.grad(g, inputs, dg)
     detached = [None if t is None else t.detach() for t in (x, a_log, given)]
-    found = reference.delta_log_decay_backward(*detached, dg)
+    found = reference.delta_log_decay_backward(*detached, dg, lower_bound)
     assert (found.ddt_bias is None) != with_bias
     for actual, want in zip(found, expected, strict=False):
         assert_close(actual, want)
+
+
+def test_log_decay_of_a_lower_bound_alone() -> None:
+    """Without A_log the rate is 1, and has no gradient."""
+    torch.manual_seed(0)
+    x = (8 * normal(2, 7, 3, 4)).requires_grad_()
+    g = reference.delta_log_decay(x, None, lower_bound=-5.0)
+    assert_close(g, -5 * x.sigmoid())
+    dg = torch.randn_like(g)
+    found = reference.delta_log_decay_backward(x.detach(), None, None, dg, -5.0)
+    assert_close(found.dx, torch.autograd.grad(g, x, dg)[0])
+    assert found.dA_log is None and found.ddt_bias is None
 
 
 def test_raw_inputs_are_computed_in_fp32() -> None:

@@ -16,7 +16,12 @@ from .conftest import assert_close, linear_drawer
 
 Tensors = dict[str, Tensor]
 # of each family its gates as linear_drawer has them, and by their names
-GATES = {"simple_gla": {"g": "g"}, "gla": {"g": "G"}, "gated_delta_rule": {"g": "g", "beta": "b"}}
+GATES = {
+    "simple_gla": {"g": "g"},
+    "gla": {"g": "G"},
+    "gated_delta_rule": {"g": "g", "beta": "b"},
+    "kda": {"g": "G", "beta": "b"},
+}
 OF_FAMILIES = pytest.mark.parametrize("family", GATES)
 
 
@@ -81,26 +86,29 @@ def test_states_with_v_first() -> None:
 
 
 @OF_FAMILIES
-@pytest.mark.parametrize("decay", [0.0, -50.0, -1e4, -math.inf])
+@pytest.mark.parametrize("decay", [0.0, -1e-4, -50.0, -1e3, -1e5, -math.inf])
 @pytest.mark.parametrize("channel", [slice(None), slice(3, 4)], ids=["all", "one"])
 def test_extreme_decay(family: str, decay: float, channel: slice) -> None:
     """Of all channels or heads, or of a single one."""
     x = draw(family, 40, groups=1)
-    x["g"][:, 7:23:5, ..., channel if family == "gla" else slice(channel.start and 1, None)] = decay
+    x["g"][:, 7:23:5, ..., channel if "G" in GATES[family].values() else slice(channel.start and 1, None)] = (
+        decay
+    )
     given = cotangents(x)
     assert_close(explicit(family, x, *given, chunk_size=16), autograd(family, x, *given))
 
 
+@pytest.mark.parametrize("family", ["gated_delta_rule", "kda"])
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 1.0, 1.9])
-def test_any_writing_strength(beta: float) -> None:
+def test_any_writing_strength(family: str, beta: float) -> None:
     """Up to 2, where I - beta k k^T has a negative eigenvalue; and with a key that repeats."""
-    x = draw("gated_delta_rule", 40, groups=1)
+    x = draw(family, 40, groups=1)
     x["g"].zero_()
     x["beta"].fill_(beta)
     x["k"][:, 5:12] = x["k"][:, 5:6]
     given = cotangents(x)
-    actual = explicit("gated_delta_rule", x, *given, chunk_size=16)
-    assert_close(actual, autograd("gated_delta_rule", x, *given), floor=1e-6)
+    actual = explicit(family, x, *given, chunk_size=16)
+    assert_close(actual, autograd(family, x, *given), floor=1e-6)
 
 
 @OF_FAMILIES

@@ -72,13 +72,13 @@ def test_mlstm_siging(normalised: bool, inputs: tuple[Tensors, Tensors]) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Triton is not supported")
-@pytest.mark.parametrize("family", ["simple_gla", "gla", "gated_delta_rule"])
+@pytest.mark.parametrize("family", ["simple_gla", "gla", "gated_delta_rule", "kda"])
 def test_linear(family: str) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 50, 3, 16), torch.randn(2, 50, 3, 16), torch.randn(2, 50, 3, 32)
     k = normalize(k, dim=-1)
-    g = logsigmoid(torch.randn(q.shape if family == "gla" else q.shape[:3]))
-    beta = {"beta": torch.rand(2, 50, 3)} if family == "gated_delta_rule" else {}
+    g = logsigmoid(torch.randn(q.shape if family in ("gla", "kda") else q.shape[:3]))
+    beta = {"beta": torch.rand(2, 50, 3)} if family in ("gated_delta_rule", "kda") else {}
     state = torch.randn(2, 3, 16, 32)
     options = {"initial_state": state, "output_final_state": True}
     function = native("fla", f"ops.{family}.naive", f"naive_recurrent_{family}")

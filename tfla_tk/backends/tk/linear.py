@@ -1,7 +1,8 @@
 """The operators in [B, T, H, D] on the ThunderKittens kernels: what the registry finds of them here.
 
 The kernels of a family are a package beside this module: scalar_gate of simple GLA, delta_rule, channel_gate
-of GLA. Its `support` says which calls they serve, and loads them; the family's ops find what launches them.
+of GLA, kda. Its `support` says which calls they serve, and loads them; the family's ops find what launches
+them.
 A few tokens without gradients are served by the decoding kernels of all families (recurrent.py).
 """
 
@@ -14,13 +15,16 @@ from typing import Any
 from tfla_tk.backends.tk import device, recurrent
 from tfla_tk.backends.tk.channel_gate import support as gla_support
 from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
+from tfla_tk.backends.tk.kda import support as kda_support
 from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
 from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.memo import is_plain
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import gla as gla_ops
+from tfla_tk.ops import kda as kda_ops
 from tfla_tk.ops import recurrent as steps
 from tfla_tk.ops import simple_gla as simple_gla_ops
 from tfla_tk.ops.linear import LinearOps, Result
@@ -55,6 +59,7 @@ supports_delta_rule, delta_rule, prepare_delta_rule = _with_steps(
     "delta_rule", delta_rule_support.supports_delta_rule, delta_rule_ops.ops
 )
 supports_gla, gla, prepare_gla = _with_steps("gla", gla_support.supports_gla, gla_ops.ops)
+supports_kda, kda, prepare_kda = _with_steps("kda", kda_support.supports_kda, kda_ops.ops)
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
@@ -70,6 +75,8 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
         return SUPPORTED
     if recurrent.serves(call):
         return recurrent.load(call)
+    if isinstance(call, KDACall):
+        return device.load(*kda_support.kernels_for(call))
     if isinstance(call, DeltaRuleCall):
         return device.load(*delta_rule_support.kernels_for(call))
     if kernel == "gla":

@@ -48,13 +48,14 @@ def _of_dtype(call: LinearCall) -> Support | None:
 
 
 def _of_head_dims(call: LinearCall) -> Support | None:
-    if call.dim_qk in instances.RECURRENT_KEYS:
+    possible = instances.recurrent_keys(call.by_channel, isinstance(call, DeltaRuleCall))
+    if call.dim_qk in possible:
         columns = instances.recurrent_columns(call.dim_qk, call.state_v_first)
         if call.dim_v % columns == 0:
             return None
         reason = f"for up to {FEW} tokens V is a multiple of {columns}, this is {call.dim_v}"
     else:
-        keys = ", ".join(map(str, instances.RECURRENT_KEYS))
+        keys = ", ".join(map(str, possible))
         reason = f"for up to {FEW} tokens K is one of {keys}, this is {call.dim_qk}"
     return Support(False, reason, "call the chunk function, or use backend 'triton'")
 
@@ -67,7 +68,7 @@ def _of_state(call: LinearCall) -> Support | None:
 
 def _key(call: LinearCall) -> tuple[int, bool, bool, bool, torch.dtype]:
     delta_rule, dtype = isinstance(call, DeltaRuleCall), call.state_in_place or torch.float32
-    return call.dim_qk, call.state_v_first, call.gate == "channel", delta_rule, dtype
+    return call.dim_qk, call.state_v_first, call.by_channel, delta_rule, dtype
 
 
 def _kernels_of(

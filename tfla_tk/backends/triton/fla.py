@@ -25,6 +25,7 @@ from tfla_tk.backends.triton.installation import (
     unusable,
 )
 from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MaybeTensor
@@ -38,17 +39,19 @@ FLA_OPS = {
     "chunk_lightning_attn": "fla.ops.lightning_attn",
     "chunk_delta_rule": "fla.ops.delta_rule",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "chunk_kda": "fla.ops.kda",
     "fused_recurrent_gla": "fla.ops.gla",
     "fused_recurrent_simple_gla": "fla.ops.simple_gla",
     "fused_recurrent_retention": "fla.ops.retention",
     "fused_recurrent_delta_rule": "fla.ops.delta_rule",
     "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "fused_recurrent_kda": "fla.ops.kda",
 }
 
 # those whose backward fla refuses on Hopper with some versions of Triton
 GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")
 
-_MOST_KEYS = 256  # of the delta rule
+_MOST_KEYS = 256  # of the delta rule and KDA
 _SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
 _HALVES = (torch.float16, torch.bfloat16)
 _REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
@@ -151,9 +154,21 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     found = [refusal_of_call(_op_of(call), call, variant)]
     if not gated:
         found.append(uneven_heads(call))
-    if call.dim_qk > _MOST_KEYS:
-        found.append(Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference"))
+    found.append(_too_many_keys(call))
     return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
+
+
+def supports_kda(call: KDACall, variant: str | None = None) -> Support:
+    """Whether fla's function serves the call correctly; ValueError for a variant but "fla"."""
+    refusal = together(refusal_of_call(_op_of(call), call, variant), _too_many_keys(call))
+    return refusal or too_many_heads(call) or verdict_on_gradients(call, gated=False)
+
+
+def _too_many_keys(call: LinearCall) -> Support | None:
+    """Why fla's kernels of the delta rule do not hold the keys, or None."""
+    if call.dim_qk <= _MOST_KEYS:
+        return None
+    return Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference")
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
@@ -164,6 +179,8 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
 def _op_of(call: LinearCall) -> str:
     """The name of fla's function that serves a call."""
     way = "fused_recurrent" if call.goes_by_token() else "chunk"
+    if isinstance(call, KDACall):
+        return f"{way}_kda"
     if isinstance(call, DeltaRuleCall):
         return f"{way}_delta_rule" if call.gate == "none" else f"{way}_gated_delta_rule"
     return f"{way}_gla" if call.gate == "channel" else f"{way}_simple_gla"
@@ -192,18 +209,48 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     Args:
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    q, k, v, g, beta, a_log, dt_bias, *_ = tensors
-    options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
+    q, k, v, _, beta, *_ = tensors
     if call.gate == "none":
+        options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
         return call_fla(_op_of(call), call.device, q, k, v, beta, **options)
-    options |= {
+    return call_fla(_op_of(call), call.device, q, k, v, **_gated_options(call, tensors))
+
+
+def kda(call: KDACall, variant: str | None, *tensors: Any) -> Any:
+    """fla's functions for KDA, of the tensors of `delta_rule`; with the states between chunks as a third
+    result where the call wants them."""
+    options = _gated_options(call, tensors)
+    if call.gate == "raw":
+        options["lower_bound"] = call.lower_bound
+    operands: list[Any] = list(tensors[:3])
+    if call.goes_by_token():
+        # `undispatched` also takes off what would do it
+        operands = [x.contiguous() for x in operands]
+        options = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in options.items()}
+    else:
+        options |= {
+            "safe_gate": call.safe_gate,
+            "disable_recompute": call.disable_recompute,
+            "return_intermediate_states": call.intermediate_states,
+            "use_graph": call.use_graph,
+        }
+    return call_fla(_op_of(call), call.device, *operands, **options)
+
+
+def _gated_options(call: DeltaRuleCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
+    """What the functions of the gated delta rule and of KDA take beside q, k and v."""
+    _, _, _, g, beta, a_log, dt_bias, *_ = tensors
+    options = _options(call, tensors) | {
+        "g": g,
+        "beta": beta,
+        "use_qk_l2norm_in_kernel": call.qk_l2norm,
         "use_beta_sigmoid_in_kernel": call.beta_sigmoid,
         "allow_neg_eigval": call.neg_eigval,
         "state_v_first": call.state_v_first,
     }
     if call.gate == "raw":
         options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias}
-    return call_fla(_op_of(call), call.device, q, k, v, g=g, beta=beta, **options)
+    return options
 
 
 def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) -> dict[str, Any]:
@@ -224,7 +271,7 @@ def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) 
     return options
 
 
-def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:
+def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
     """fla's own operator, with autocast off and on the right device.
 
     Args:
@@ -234,8 +281,7 @@ def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[
     # its launches go to the current device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with current, torch.autocast(device.type, enabled=False), on_its_own():
-        o, last = function(*args, **kwargs)
-    return o, last
+        return function(*args, **kwargs)
 
 
 def guard_module() -> Any:

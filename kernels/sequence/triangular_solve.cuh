@@ -12,7 +12,7 @@
 #include "kittens.cuh"
 #include "sequence/cut.h"
 
-namespace tfla_tk::delta_rule {
+namespace tfla_tk {
 
 // -L in shared memory, then A before it is rounded. Rows of 64 numbers, with columns exchanged so that the
 // eight rows and four columns of a tensor-core fragment, and the four rows and eight columns, meet no bank of
@@ -276,4 +276,32 @@ __device__ inline void merge_to_64(Square& a, const TriangularMatrix& m, const f
     store_fragment<T, kChunk>(shared_address(&a), 32 + row, column / 16, x);
 }
 
-}  // namespace tfla_tk::delta_rule
+// Where a lane has its first two numbers of its warp's rows of -L, the erasures: what a token erases of what
+// earlier ones have written.
+__device__ inline uint32_t place_of_erasures(const TriangularMatrix& matrix, int warp, int lane) {
+    return TriangularMatrix::place(matrix.rows(16 * warp), lane / 4, 2 * (lane % 4));
+}
+// Stores a warp's 16 rows and the j-th 16 columns of -L. place: of the lane.
+template <class Block> __device__ inline void store_erasures(uint32_t place, const Block& block, int j) {
+    using M = TriangularMatrix;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        store_pair((place ^ (64 * (j % 2) + 32 * (k / 2))) + j / 2 * 128 + k % 2 * M::kEightRows,
+                   block.tiles[0][0].data[k]);
+}
+
+// Makes A from -L, of which each of the four warps has written 16 rows. They wait for each other in meet(). A
+// is zero on the diagonal and right of it, as L is.
+template <class T, class Square, class Meet>
+__device__ inline void solve_unit_lower(Square& a, const TriangularMatrix& m, const float* beta, int warp,
+                                        Meet meet) {
+    // NOTES: the lane's number is read anew for each part, to save registers
+    solve_diagonal_block(m, beta, 16 * warp, fresh_laneid());
+    meet();
+    merge_to_32(m, beta, warp, fresh_laneid(), meet);
+    meet();
+    RoundedDiagonalRows<T>(m, warp, fresh_laneid()).store(a, warp);
+    merge_to_64<T>(a, m, beta, warp, fresh_laneid(), [] {});
+}
+
+}  // namespace tfla_tk

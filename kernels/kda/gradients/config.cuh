@@ -1,0 +1,77 @@
+// Arguments and shared memory of the parallel half of the backward.
+#pragma once
+
+#include "common/register_steps.cuh"
+#include "kda/matrices/gates.cuh"
+#include "kda/state_fragments.cuh"
+
+namespace tfla_tk::kda {
+
+constexpr int kGroups = 2;  // warpgroups; a warpgroup has 64 columns of V, later 64 channels of K
+constexpr int kGradientsThreads = 128 * kGroups;
+constexpr int kTiles8 = kPart / 8;  // tiles of eight channels
+
+struct GradientsGlobals {
+    TensorMap q, k;  // boxes of a chunk
+    TensorMap g;     // boxes of a block, without swizzle
+    TensorMap v, d_out, solved;
+    TensorMap tiles;  // boxes of 64 tokens, as the forward's walk reads them
+    TensorMap a;
+    KdaGradientsParams params;
+    Cut cut;  // every chunk is one segment
+    int slots;
+    int groups;  // of 64 columns of V
+
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
+};
+
+// What a walk has of a chunk. V becomes Y, R' becomes G.
+template <class T, int kDimK> struct ChunkOfWalk {
+    using Columns = PanelTile<T, kChunk, kWalkerColumns>;
+    using State = PanelTile<T, kGroups * kWalkerColumns, kDimK>;  // S^T, dS'^T
+    PanelTile<T, kChunk, kDimK> reads;                            // K_F
+    PanelTile<T, kChunk, kChunk> a;
+    Columns values[kGroups], d_out[kGroups], solved[kGroups];
+    State state, state_gradient;
+};
+
+// dP or dL, in fp32 rounded to tf32. NOTES: four more columns, so that operands of mma.sync are read without
+// bank conflicts.
+using ScoreGradients = float[kChunk][kChunk + 4];
+
+template <class T, int kDimK> struct GradientsMemory {
+    static constexpr int kParts = kDimK / kPart;
+    PanelTile<T, kChunk, kDimK> queries, keys;
+    alignas(1024) float gates[kParts][kChunk][kPart];  // as those of MatricesInputs
+    // What is made of the walk's tiles replaces them.
+    union {
+        ChunkOfWalk<T, kDimK> walk;
+        struct {
+            // Of eight channels and a lane's two rows, as mma.sync has them: first dQ_F, dK_F, dK_G, then the
+            // sums for dg over the block's later tokens, dq, dk.
+            float4 of_tiles[kParts][kBlocks][kTiles8][3][32];
+            ScoreGradients d_scores, d_erasures;  // dP without its diagonal, dL
+            float own[kChunk];                    // that diagonal
+        } within;
+    };
+    float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];
+    Factors<kDimK> factors;
+    float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
+    float bias[kDimK];
+    alignas(16) float flow[kGroups * 4][kDimK];  // <S, dS'> over a warp's columns of V
+    float strength[kGroups * 4][kChunk];         // sum of U' R' over these
+    float block_sums[kBlocks][kDimK];            // of a block: what dg of all earlier tokens gets
+    float block_flow[kBlocks][kDimK];            // sum of k dK_G e^{b_L - b}
+    float row_dots[2][kParts][kChunk];           // q dq and k dk
+    float bias_sums[kBlocks][kDimK];
+    float rate_sums[kParts][kBlocks];
+    float rate;  // e^{A_log}
+    semaphore inputs_arrived, walk_arrived;
+};
+
+// b of a token and channel of a part, once the gates are summed up.
+__device__ inline float b_at(const float (&gates)[kChunk][kPart], int token, int channel) {
+    return gates[token][channel ^ (8 * (token % 4))];
+}
+
+}  // namespace tfla_tk::kda

@@ -1,0 +1,142 @@
+// The gradients of all chunks and heads of v, in parallel (KdaGradientsParams in bindings/params.h). A CTA of
+// two warpgroups makes those of one chunk:
+//   1. Load everything. Log decays, summed up in blocks of 16 tokens, of 64 channels per warpgroup.
+//   2. Of 64 columns of V per warpgroup: Y, G, dbeta and <S, dS'> (tiles.cuh).
+//   3. Meet. Store dV. dP, dL; dQ_F, dK_F and dK_G of 64 channels per warpgroup.
+//   4. Meet: they replace the tiles.
+//   5. Of 64 channels and 16 tokens per warp: dq, dk and sums of what dg is made of (within.cuh).
+//   6. Meet. Store dq, dk, dg and dbeta, as gradients of the raw inputs (results.cuh).
+#pragma once
+
+#include "common/kernel.cuh"
+#include "kda/gradients/results.cuh"
+#include "kda/gradients/within.cuh"
+
+namespace tfla_tk::kda {
+
+template <class T, int kDimK> struct GradientsMaker {
+    using Memory = GradientsMemory<T, kDimK>;
+
+    const GradientsGlobals& g;
+    Memory& smem;
+    const Chunk chunk;
+    const int group, warp;  // warp: of the warpgroup
+
+    __device__ inline void run() {
+        const KdaMatricesParams& p = g.params.of;
+        const int head = chunk.batch * p.shape.heads + chunk.head;
+        const bool has_channels = group < Memory::kParts;
+        begin(head);
+        const bool mild = sum_up(has_channels);  // 1
+        wait(smem.walk_arrived, 0);
+        zero_rows_of_others();
+        __syncthreads();
+        if (group < g.groups) ColumnsOfV<T, kDimK>{g, smem, head, chunk.slot, group, warp}.run();  // 2
+        fence_async_proxy();
+        __syncthreads();
+        Results<T, kDimK> results(g, smem, chunk, head, group, warp);
+        results.store_dv();  // 3, 4
+        ChannelsOfK<T, kDimK>{g, smem, group, warp, chunk.tokens, has_channels}.run([] { __syncthreads(); });
+        __syncthreads();
+        if (has_channels) Within<T, kDimK>{g, smem, group, warp, fresh_laneid(), mild}.run();  // 5
+        __syncthreads();
+        results.store(has_channels);  // 6
+    }
+
+  private:
+    __device__ inline void begin(int head) {
+        const KdaMatricesParams& p = g.params.of;
+        if (threadIdx.x == 0) {
+            init_semaphore(smem.inputs_arrived, 1), init_semaphore(smem.walk_arrived, 1);
+            publish_barriers();
+            load_inputs(), load_walk(head);
+        }
+        __syncwarp();
+        copy_factors(head);
+        if (group == 0)
+            write_row_factors<T, kDimK>(smem.query_norms, p, p.q, chunk, 1.f, warp);
+        else
+            write_row_factors<T, kDimK>(smem.key_norms, p, p.k, chunk, 1.f, warp);
+        if (group == 1 && warp == 0) write_gate_parameters(smem, p, chunk.head);
+        __syncthreads();
+    }
+    // By one thread.
+    __device__ inline void load_inputs() {
+        const KdaMatricesParams& p = g.params.of;
+        const int head = chunk.head / p.shape.group, row = chunk.first_row;
+        const uint32_t of_gates = sizeof(smem.gates) / (p.g_type == DType::float32 ? 1 : 2);
+        semaphore& arrived = smem.inputs_arrived;
+        tma::expect_bytes(arrived, sizeof(smem.keys) + sizeof(smem.queries) + of_gates);
+        for (int part = 0; part < Memory::kParts; part++)
+            for (int block = 0; block < kBlocks; block++)
+                g.g.load_panel(smem.gates[part][block * kBlock], arrived, part * kPart, row + block * kBlock,
+                               chunk.head, chunk.batch);
+        load_panels(smem.keys, g.k, arrived, 0, row, head, chunk.batch);
+        load_panels(smem.queries, g.q, arrived, 0, row, head, chunk.batch);
+    }
+    __device__ inline void load_walk(int head) {
+        auto& walk = smem.walk;
+        const int row = chunk.first_row;
+        semaphore& arrived = smem.walk_arrived;
+        tma::expect_bytes(arrived,
+                          sizeof(walk.reads) + sizeof(walk.a) + 3 * g.groups * sizeof(walk.values[0]));
+        load_panels(walk.reads, g.tiles, arrived, 0, (chunk.slot * kTiles + kReads) * kChunk, head, 0);
+        load_panels(walk.a, g.a, arrived, 0, chunk.slot * kChunk, head, 0);
+        for (int n = 0; n < g.groups; n++) {
+            const int column = n * kWalkerColumns;
+            load_panels(walk.values[n], g.v, arrived, column, row, chunk.head, chunk.batch);
+            load_panels(walk.d_out[n], g.d_out, arrived, column, row, chunk.head, chunk.batch);
+            load_panels(walk.solved[n], g.solved, arrived, column, row, chunk.head, chunk.batch);
+        }
+    }
+    __device__ inline void copy_factors(int head) {
+        constexpr int kUnits = sizeof(smem.factors) / 16;
+        static_assert(kUnits <= kGradientsThreads);
+        const auto* const all = static_cast<const Factors<kDimK>*>(g.params.of.left.factors);
+        const auto* const from =
+            reinterpret_cast<const uint4*>(&all[static_cast<int64_t>(head) * g.slots + chunk.slot]);
+        if (threadIdx.x < kUnits) reinterpret_cast<uint4*>(&smem.factors)[threadIdx.x] = from[threadIdx.x];
+    }
+
+    // Step 1. Returns whether the warp's block is mild.
+    __device__ inline bool sum_up(bool has_channels) {
+        wait(smem.inputs_arrived, 0);
+        if (!has_channels) return true;
+        return sum_gates({smem.gates[group], smem.total[group], smem.middle[group]}, g.params.of,
+                         &smem.bias[group * kPart], smem.rate, warp, chunk.tokens - warp * kBlock,
+                         fresh_laneid());
+    }
+    // Rows past the last token belong to the next packed sequence.
+    __device__ inline void zero_rows_of_others() {
+        if (!g.packed() || chunk.tokens >= kChunk) return;
+        auto& walk = smem.walk;
+        const int own = chunk.tokens;
+        if (warp == 0) zero_rows(group == 0 ? smem.keys : smem.queries, own);
+        if (warp == 1) zero_rows(walk.values[group], own);
+        if (warp == 2) zero_rows(walk.d_out[group], own);
+        if (warp == 3) zero_rows(walk.solved[group], own);
+    }
+};
+
+template <class T, int kDimK>
+__global__ __launch_bounds__(kGradientsThreads,
+                             1) void kda_gradients_kernel(const __grid_constant__ GradientsGlobals g) {
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+        const KdaShape& s = g.params.of.shape;
+        const int head = blockIdx.x % s.heads, index = blockIdx.x / s.heads;
+        const Segment found = find_segment(g.cut, s.seq, index);
+        if (found.tokens <= 0) return;
+        const bool packed = g.packed();
+        GradientsMaker<T, kDimK>{
+            g,
+            *reinterpret_cast<GradientsMemory<T, kDimK>*>(shared_memory),
+            {packed ? 0 : found.sequence, head, found.first_row, found.tokens, packed ? index : found.number},
+            warp / 4,
+            warp % 4}
+            .run();
+    }
+}
+
+}  // namespace tfla_tk::kda

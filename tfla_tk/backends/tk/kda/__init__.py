@@ -1,0 +1,1 @@
+"""KDA (the delta rule with a decay per key channel) on the ThunderKittens kernels."""

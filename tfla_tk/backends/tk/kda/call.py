@@ -1,0 +1,159 @@
+"""A call of KDA as its kernels take it: sizes, readable tensors, prepared addresses."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same, operand_at
+from tfla_tk.build import instances
+from tfla_tk.build.instances import Instance
+from tfla_tk.calls.kda import KDACore
+from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
+
+WALKER_COLUMNS = 64  # of V that a walker owns
+MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
+# cycles of a chunk of the walk with one walker on a multiprocessor and with two: those of the delta rule
+_CYCLES = {1: 1830, 2: 2770}
+# what is made of g: codes of KdaGate
+_LOG, _SOFTPLUS, _SIGMOID = range(3)
+_NO_GATE: Gate = (0, 0, 0, 0, 0)
+
+
+class _Sizes(NamedTuple):
+    sequences: int
+    slots: int  # of chunks, per head
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int
+    half: bool
+    device: int
+    packed_64bit: bool
+
+
+class Shape(_Sizes):
+    """Sizes of a call, as the kernels take them."""
+
+    @staticmethod
+    def of(core: KDACore) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            slots=chunk_slots(seq, offsets),
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=core.q.shape[3],
+            dim_v=dim_v,
+            group=heads // core.q.shape[2],
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        uncut = Cut(self.sequences, self.seq // CHUNK + 1)
+        return (address, self.packed_64bit, self.sequences, *uncut, *self[2:10])
+
+    @cached_property
+    def walkers(self) -> int:
+        """Of a CTA of the walk: two share what they load, one alone is done earlier where there are few
+        CTAs. Results are the same, so calls that are to be batch invariant have either, too."""
+        columns = -(-self.dim_v // WALKER_COLUMNS)
+
+        def cycles(walkers: int) -> int:
+            ctas = self.sequences * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * _CYCLES[walkers]
+
+        return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+
+    @property
+    def kernels(self) -> tuple[Instance, Instance]:
+        """Those of the forward."""
+        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
+        return instances.kda_matrices(tile, self.half), instances.kda_forward(tile, self.half, self.walkers)
+
+    @property
+    def backward_kernels(self) -> tuple[Instance, Instance]:
+        """Those of the backward, but for what adds up dq and dk of heads."""
+        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
+        return instances.kda_mirror(tile, self.half, self.walkers), instances.kda_gradients(tile, self.half)
+
+
+class Left(NamedTuple):
+    """Where the kernels of the forward leave what others read, prepared addresses in one allocation.
+
+    Attributes:
+        tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta.
+        states: that enter chunks, for a backward; 0 for none.
+    """
+
+    tiles: tuple[int, ...]
+    states: int
+
+    @staticmethod
+    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> Left:
+        """Takes the places.
+
+        Args:
+            kernel: what launches the kernels. keep: for a backward.
+        """
+        of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
+        tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
+        return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)
+
+
+def readable(core: KDACore) -> KDACore:
+    """The call itself where the kernels can take its tensors as they lie, else with copies."""
+    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *options = core
+    tensors = (
+        *(*map(as_operand, (q, k, v, g)), beta, a_log, dt_bias, as_state(initial_state)),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+    )
+    return core if are_same(tensors, core[:9]) else KDACore._make((*tensors, *options))
+
+
+def layout(core: KDACore) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in core[:9]]
+    return core.q.get_device(), *of_tensors, core[9:]
+
+
+def number(core: KDACore) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses = Addresses()
+    at = [addresses.next(given=x is not None) for x in core[:9]]
+    return KDACore._make([*at, *core[9:]]), addresses
+
+
+def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
+    """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
+    q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
+    gate = _LOG if not core.is_raw else _SOFTPLUS if core.lower_bound is None else _SIGMOID
+    return (
+        *(q, k, g, DTYPES[core.g.dtype], beta_at(at.beta, core.beta)),
+        *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
+        *(gate, core.lower_bound or 0.0, core.scale),
+        *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
+    )
+
+
+def beta_at(address: int, x: Tensor) -> Gate:
+    """x [B, T, HV]."""
+    batch, row, head = x.stride()
+    return address, batch, head, row, DTYPES[x.dtype]
+
+
+def per_head_at(address: int, x: MaybeTensor, channels: int = 1) -> Gate:
+    """x [HV channels]."""
+    return _NO_GATE if x is None else (address, 0, channels * x.stride(0), x.stride(0), DTYPES[x.dtype])

@@ -1,0 +1,272 @@
+"""KDA by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
+
+The forward has two kernels: the matrices kernel makes of every chunk in parallel what the walk needs of q, k,
+g and beta (kernels/kda/bindings/params.h); the walk over the chunks reads that and v alone. A training call
+keeps what the first has made, and the states that enter chunks, which its walk leaves then.
+
+The backward has two as well: the mirror of the walk, backward in time, leaves R', of which dv follows, and
+the gradients of the states that leave chunks; with these and the forward's states the kernel of the gradients
+makes those of every chunk in parallel. Heads of v that share a head of q and k have a dq and a dk each, which
+the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk.kda.call import (
+    MOST_TRAINED_V,
+    Left,
+    Shape,
+    inputs_at,
+    layout,
+    number,
+    readable,
+)
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
+from tfla_tk.build import instances
+from tfla_tk.calls.kda import KDACore
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
+from tfla_tk.core.memo import Memo
+
+Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
+Gradients: TypeAlias = tuple[MaybeTensor, ...]
+
+
+def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
+    backward reads (`Left`). K up to 128, both head dims multiples of 16.
+
+    Raises:
+        UnsupportedError: V is too large for the backward, for which `keep` asks.
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    if keep:
+        _check_trainable(core)
+    read = readable(core)
+    key = output_final_state, keep, layout(read)
+    prepared = _forwards.get(key)
+    if prepared is None:
+        prepared = Forward(read, output_final_state=output_final_state, keep=keep)
+        _forwards.keep(key, prepared)
+    return prepared(*read[:9])
+
+
+def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
+    """`forward` of the tensors of all calls whose tensors lie like these."""
+    options = core[9:]
+
+    def run_any(*tensors: Any) -> Outputs:
+        given = KDACore._make((*tensors, *options))
+        return forward(given, output_final_state=output_final_state, keep=keep)
+
+    if readable(core) is not core:
+        return run_any
+    if keep:
+        _check_trainable(core)
+    prepared = Forward(core, output_final_state=output_final_state, keep=keep)
+
+    def run(*tensors: Any) -> Outputs:
+        at = starts(*tensors)
+        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
+            return run_any(*tensors)
+        return prepared(*tensors)
+
+    return run
+
+
+def kept_layout(core: KDACore) -> tuple[int, ...]:
+    """What says how things lie in what the forward of a call leaves with `keep`, beside the call itself: its
+    elements of v's dtype."""
+    shape, scratch = Shape.of(core), Scratch(0)
+    kernel = build.load(instances.KDA)
+    Left.of(kernel, shape.with_offsets(0 if core.cu_seqlens is None else 1), scratch, keep=True)
+    return (scratch.bytes // core.v.itemsize,)
+
+
+def backward(
+    core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
+) -> Gradients:
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
+
+    Args:
+        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
+
+    Raises:
+        UnsupportedError: V is too large.
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    _check_trainable(core)
+    read, dout, last = readable(core), as_operand(do), as_state(dht)
+    likes = None if read is core else tuple(x.stride() for x in core[:4])
+    key = needs_gates, likes, dout.stride(), last is None, layout(read)
+    prepared = _backwards.get(key)
+    if prepared is None:
+        prepared = Backward(core, read, dout, last, needs_gates=needs_gates)
+        _backwards.keep(key, prepared)
+    return prepared(core, read, kept, dout, last)
+
+
+def _check_trainable(core: KDACore) -> None:
+    dim_v = core.v.shape[3]
+    if dim_v > MOST_TRAINED_V:
+        reason = f"V = {dim_v}, with gradients the kernels take {MOST_TRAINED_V}"
+        raise UnsupportedError("KDA's backward", reason, "use backend 'triton' or 'reference'")
+
+
+class Forward:
+    """The forward of calls whose tensors lie alike, as `readable` leaves them."""
+
+    def __init__(self, core: KDACore, *, output_final_state: bool, keep: bool) -> None:
+        shape = Shape.of(core)
+        self._device = shape.device
+        of_state = shape.sequences, shape.heads, shape.dim_k, shape.dim_v
+        self._last_shape = of_state if output_final_state else None
+        kernel = build.load(instances.KDA, *shape.kernels)
+        at, addresses = number(core)
+        o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
+        scratch = Scratch(addresses.next())
+        sizes = shape.with_offsets(at.cu_seqlens)
+        left = Left.of(kernel, sizes, scratch, keep=keep)
+        self._left_size = scratch.bytes // core.v.itemsize
+        self._kept_layout = (self._left_size,) if keep else None
+        o = operand_at(o_at, dense_like(core.v, "meta"))
+        self._run = build.launches(
+            [
+                kernel.matrices(sizes, *inputs_at(at, core, shape.dim_k), left.tiles),
+                kernel.forward(
+                    sizes, operand_at(at.v, core.v), o, left.tiles, at.initial_state, last_at,
+                    left.states, shape.walkers,
+                ),
+            ]
+        )  # fmt: skip
+
+    def __call__(self, *tensors: MaybeTensor) -> Outputs:
+        """`forward` of these tensors, the first ones of a `KDACore`."""
+        v = tensors[2]
+        assert v is not None
+        o = dense_like(v)
+        last = None if self._last_shape is None else v.new_empty(self._last_shape, dtype=torch.float32)
+        # of v's dtype because that need not be said to torch, which is half of the time
+        left = v.new_empty(self._left_size)
+        at = starts(*tensors, o, last, left)
+        assert not (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT
+        self._run(at, current_stream(self._device))
+        return o, last, Kept((left,), self._kept_layout) if self._kept_layout else None
+
+
+class Backward:
+    """The backward of calls whose tensors and gradients lie alike.
+
+    Args:
+        given: the call as gradients are like it. core: as `readable` leaves it; so are do and dht.
+    """
+
+    def __init__(
+        self, given: KDACore, core: KDACore, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
+    ) -> None:
+        shape = Shape.of(core)
+        self._device, self._needs_gates = shape.device, needs_gates
+        kernel = build.load(instances.KDA, *shape.backward_kernels)
+        at, addresses = number(core)
+        dout, dht_at = operand_at(addresses.next(), do), addresses.next(given=dht is not None)
+        sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
+        left = Left.of(kernel, sizes, kept, keep=True)
+        self._kept_layout = (kept.bytes // core.v.itemsize,)
+        results = [Result.like(x, "meta") for x in given[:4]]
+        self._are_direct = all(x.is_direct for x in results)
+        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        dbeta_at, dh0_at = addresses.next(), addresses.next(given=core.initial_state is not None)
+        # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
+        per_chunk = (shape.batch, shape.heads, shape.slots)
+        wanted = [needs_gates and core.is_raw and x is not None for x in (core.A_log, core.dt_bias)]
+        sizes_of_parts = per_chunk, (*per_chunk, shape.dim_k)
+        self._parts = [size if given else None for size, given in zip(sizes_of_parts, wanted, strict=True)]
+        self._has_empty_slots = core.cu_seqlens is not None
+        of_rate_at, of_bias_at = (addresses.next(given=x is not None) for x in self._parts)
+        scratch = Scratch(addresses.next())
+        state_gradients = scratch.take(kernel.states_bytes(sizes))
+        of_heads, combining = [dq, dk], list[Launch]()
+        if shape.group > 1:
+            size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
+            of_heads = [scratch.take_dense(size, core.q.itemsize) for _ in range(2)]
+            delta_rule = build.load(instances.DELTA_RULE, instances.delta_combine(shape.half))
+            combining = [delta_rule.combine(shape.with_offsets(0), *of_heads, dq, dk, False)]
+        # of q's dtype because that need not be said to torch, which is half of the time
+        self._scratch_size = scratch.bytes // core.q.itemsize
+        self._run = build.launches(
+            [
+                kernel.mirror(
+                    sizes, dout, dv, left.tiles, dht_at, dh0_at, state_gradients, shape.walkers,
+                ),
+                kernel.gradients(
+                    sizes, *inputs_at(at, core, shape.dim_k), left.tiles, operand_at(at.v, core.v),
+                    left.states, state_gradients, dout, dv, *of_heads, dg, dbeta_at, of_bias_at, of_rate_at,
+                ),
+                *combining,
+            ]
+        )  # fmt: skip
+
+    def __call__(
+        self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
+    ) -> Gradients:
+        """`backward` of these tensors."""
+        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
+        if left is None or left.numel() != self._kept_layout[0]:
+            _, _, kept = forward(core, output_final_state=False, keep=True)
+            assert kept is not None
+            (left,) = kept.tensors
+        assert left is not None
+        if left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
+            left = left.clone(memory_format=torch.contiguous_format)
+        results = [torch.empty_like(x) for x in given[:4]]
+        written = results if self._are_direct else [Result.of(x).written for x in results]
+        dbeta = core.beta.new_empty(core.beta.shape, dtype=torch.float32)
+        initial = given.initial_state
+        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        make = core.q.new_zeros if self._has_empty_slots else core.q.new_empty
+        parts = [None if size is None else make(size, dtype=torch.float32) for size in self._parts]
+        scratch = core.q.new_empty(self._scratch_size)
+        at = starts(
+            *core[:9], do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
+            scratch,
+        )  # fmt: skip
+        assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
+        self._run(at, current_stream(self._device))
+        if not self._are_direct:
+            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        *of_operands, dg = results
+        return (
+            *of_operands,
+            dg if self._needs_gates else None,
+            _as(dbeta, given.beta),
+            *map(_total, parts, (given.A_log, given.dt_bias)),
+            None if dh0 is None else dh0.filled(),
+        )
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """x, or where its dtype or strides are not those of `like`, the same numbers in such a tensor."""
+    if x.dtype == like.dtype and x.stride() == like.stride():
+        return x
+    return torch.empty_like(like).copy_(x)
+
+
+def _total(parts: MaybeTensor, like: MaybeTensor) -> MaybeTensor:
+    """The sum of parts [B, HV, slots, ...] over sequences and chunks, like an input [HV ...]."""
+    if parts is None or like is None:
+        return None
+    return _as(parts.sum((0, 2)).flatten(), like)
+
+
+_forwards: Memo[Forward] = Memo()
+_backwards: Memo[Backward] = Memo()

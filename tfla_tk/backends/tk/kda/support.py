@@ -1,0 +1,66 @@
+"""What the kernels of KDA support, and the modules that a call of them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfla_tk.backends.tk import device, refusals
+from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
+from tfla_tk.build import instances
+from tfla_tk.calls.kda import KDACall
+from tfla_tk.core.support import Support, together
+
+
+def supports_kda(call: KDACall, variant: str | None = None) -> Support:
+    """Whether the kernels serve a call; ValueError for a variant.
+
+    CUDA is only touched for calls on a CUDA device.
+    """
+    refusals.check_variant(variant)
+    return (
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, max(instances.KDA_TILES), instances.MAX_DIM_V),
+            _refusal_of_gradients(call),
+            _refusal_of_states(call),
+        )
+        or refusals.of_count("value heads", call.sequences * call.value_heads)
+        or device.supports(call.device, *kernels_for(call))
+    )
+
+
+def _refusal_of_gradients(call: KDACall) -> Support | None:
+    if not call.requires_grad or call.dim_v <= MOST_TRAINED_V:
+        return None
+    reason = f"V = {call.dim_v}, of a call with gradients the kernels take {MOST_TRAINED_V}"
+    return Support(False, reason, "use backend 'triton', or torch.no_grad()")
+
+
+def _refusal_of_states(call: KDACall) -> Support | None:
+    if not call.intermediate_states:
+        return None
+    reason = "return_intermediate_states: the kernels keep no states between chunks for the caller"
+    return Support(False, reason, "use backend 'triton'")
+
+
+def kernels_for(call: KDACall) -> tuple[Any, ...]:
+    """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
+    torch.compile has sizes as symbols."""
+    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    sizes = call.sequences, call.value_heads, call.seq
+    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    known = None if symbolic or call.device.index is None else (*sizes, call.device.index)
+    return _kernels_of, dims, (call.dtype == torch.float16, call.requires_grad), known
+
+
+def _kernels_of(
+    dims: tuple[int, int], options: tuple[bool, bool], sizes: tuple[int, ...] | None
+) -> device.Kernels:
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when
+    they are launched."""
+    half, trains = options
+    sequences, heads, seq, where = sizes or (8, 16, 8192, 0)
+    shape = Shape(sequences, 0, sequences, heads, seq, *dims, 1, half, where, False)
+    return instances.KDA, (*shape.kernels, *(shape.backward_kernels if trains else ()))

@@ -1,0 +1,105 @@
+"""The registered ops of KDA (the delta rule with a decay per token, head and key channel); see `ops.linear`.
+
+tfla_tk::kda_fwd takes a `KDACore` and output_final_state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tfla_tk.calls.kda import KDACall, KDACore
+from tfla_tk.core import flops
+from tfla_tk.core.layout import MaybeTensor, state_dtype
+from tfla_tk.ops.delta_rule import by_reference, from_raw, gradients
+from tfla_tk.ops.head_dims import STEP, as_asked
+from tfla_tk.ops.linear import Family, LinearOps
+
+
+class KDAOps(LinearOps):
+    """Those of a family whose dt_bias has a number per head and key channel, and whose calls may ask for the
+    states between chunks."""
+
+    def serve_by_reference(self, call: Any, variant: str | None, *tensors: Any) -> Any:
+        """As `LinearOps` does; where they are asked for also the states before every chunk, in v's dtype
+        [B, NT, HV, K, V], or [B, NT, HV, V, K] with state_v_first."""
+        if not call.intermediate_states:
+            return super().serve_by_reference(call, variant, *tensors)
+        import tfla_tk.reference as forms
+
+        *inputs, cu_seqlens, cu_seqlens_cpu = tensors
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        core = from_raw(self._core(call, (*inputs, offsets, None)))
+        o, last, states = forms.kda_with_states(
+            core.q,
+            core.k,
+            core.v,
+            core.g,
+            core.beta,
+            scale=call.scale,
+            initial_state=core.initial_state,
+            output_final_state=call.output_final_state,
+            cu_seqlens=core.cu_seqlens,
+            chunk_size=call.chunk_size,
+        )
+        # without a token it may be the initial state itself
+        last = None if last is None else as_asked(call, last.to(state_dtype(core.v), copy=True))
+        states = (states.mT if call.state_v_first else states).to(call.dtype)
+        return o.to(call.dtype), last, states.contiguous()
+
+    def _padded(self, call: Any, core: KDACore) -> KDACore:
+        if core.dt_bias is not None and call.dim_qk % STEP:
+            rows = pad(core.dt_bias.view(-1, call.dim_qk), (0, -call.dim_qk % STEP))
+            core = core._replace(dt_bias=rows.flatten())
+        found: KDACore = super()._padded(call, core)
+        return found
+
+
+def log_decay(call: KDACall, g: Tensor, a_log: MaybeTensor, dt_bias: MaybeTensor) -> Tensor:
+    """The log decay of a call, made of raw gates on the host: for kernels that take no raw ones."""
+    import tfla_tk.reference as forms
+
+    return forms.delta_log_decay(g, a_log, dt_bias, call.lower_bound) if call.gate == "raw" else g
+
+
+def _core(call: KDACall, tensors: Sequence[Any]) -> KDACore:
+    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, _ = tensors
+    if call.gate != "raw":
+        a_log = dt_bias = None
+    flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval, call.lower_bound, call.batch_invariant
+    return KDACore(q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags)
+
+
+def _kernels() -> Any:
+    from tfla_tk.backends.tk.kda import launch
+
+    return launch
+
+
+ops = KDAOps(
+    Family(
+        name="kda",
+        title="KDA",
+        inputs=("q", "k", "v", "g", "beta", "A_log?", "dt_bias?", "initial_state?", "cu_seqlens?"),
+        heads=(2, 2, 2, 2, 2, 0, 0, 1, 0),
+        options=(
+            "float scale",
+            "bool qk_l2norm",
+            "bool beta_sigmoid",
+            "bool neg_eigval",
+            "float? lower_bound",
+            "bool batch_invariant",
+        ),
+        gates=("g", "A_log", "dt_bias"),
+        core=KDACore,
+        read=_core,
+        reference=by_reference,
+        gradients=gradients,
+        kernels=_kernels,
+        flops=(flops.delta_rule, flops.delta_rule_backward),
+        keeps=True,
+    )
+)
