@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import call
@@ -543,22 +542,3 @@ def test_makers_in_a_graph_and_on_several_streams(take_form: TakeForm) -> None:
     take_form("")
     assert_graph_replays(run_gated, x, other, expected, REPEATS)
     assert_equal_on_streams(lambda: run_gated(long), of_long, 10)
-
-
-@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
-def test_no_backward_makes_the_forward_again(how: str) -> None:
-    torch._dynamo.reset()  # else lengths of other tests may have made this one's a symbol
-    x = {name: t.requires_grad_() for name, t in draw(2, 500).items()}
-    expected = train_gated(x)
-
-    def again(**arguments: Any) -> Any:
-        return checkpoint(lambda: chunk_gated_delta_rule(**arguments), use_reentrant=False)
-
-    function = again if how == "checkpointed" else torch.compile(chunk_gated_delta_rule, fullgraph=True)
-    train(x, function=function)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = train(x, function=function)
-        torch.cuda.synchronize()
-    assert_equal(found, expected)
-    forwards = sum("delta_forward_" in event.name for event in profile.events())  # with makers or without
-    assert forwards == (2 if how == "checkpointed" else 1)  # a checkpoint makes it once more for its backward

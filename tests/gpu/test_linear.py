@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_kda, chunk_simple_gla
@@ -160,3 +161,27 @@ def test_a_loss_on_the_final_state_alone(
     found = differentiate(x, "tk")
     assert_accurate(found, differentiate(exact(x), "reference"), dtype, size=x["v"].numel() ** 0.5)
     assert not found["dq"].any()
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+@pytest.mark.parametrize(
+    ("function", "kernel"),
+    [(chunk_gated_delta_rule, "delta_forward_"), (chunk_kda, "kda_forward_")],
+    ids=["delta rule", "KDA"],
+)
+def test_no_backward_makes_the_forward_again(function: Any, kernel: str, how: str) -> None:
+    torch._dynamo.reset()  # else lengths of other tests may have made this one's a symbol
+    x = {name: t.requires_grad_() for name, t in draw(function, 2, 500).items()}
+    expected = train(x, function=function)
+
+    def again(**arguments: Any) -> Any:
+        return checkpoint(lambda: function(**arguments), use_reentrant=False)
+
+    called = again if how == "checkpointed" else torch.compile(function, fullgraph=True)
+    train(x, function=called)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = train(x, function=called)
+        torch.cuda.synchronize()
+    assert_equal(found, expected)
+    forwards = sum(kernel in event.name for event in profile.events())  # with makers or without
+    assert forwards == (2 if how == "checkpointed" else 1)  # a checkpoint makes it once more for its backward

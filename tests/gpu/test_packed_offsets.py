@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .families import Case, compute, draw, gla, is_of_states, mlstm
+from .families import Case, compute, draw, gla, is_of_states, kda, mlstm
 from .linear import assert_equal
 from .mlstm import check, draw_packed, make_inputs
 
@@ -45,6 +45,7 @@ def draw_for(case: Case, tokens: int, sequences: int) -> Tensors:
 
 
 CASES = [family(*dims) for family in (partial(mlstm, "exp"), gla) for dims in ((64, 64), (256, 512))]
+CASES.append(kda(128, 128))
 of_case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.dims[0]}_{c.dims[1]}")
 
 
