@@ -11,10 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.pairs import pairwise
-from tfla_tk import UnsupportedError, chunk_kda
+from tfla_tk import UnsupportedError, build, chunk_kda
 from tfla_tk.backends.tk.kda import launch, support
-from tfla_tk.backends.tk.kda.call import Shape
-from tfla_tk.build import instances
 from tfla_tk.calls.kda import KDACore
 from tfla_tk.core import dispatch
 from tfla_tk.core.layout import Kept
@@ -196,19 +194,17 @@ def test_more_channels_than_the_kernels_have(op: Op, kernels: KDA) -> None:
     assert "K = 144" in verdict_of(x).reason and not verdict_of(x).ok
 
 
-@pytest.mark.parametrize(("multiprocessors", "walkers"), [(1000, 1), (1, 2)])
-def test_kernels_of_a_call(
-    multiprocessors: int, walkers: int, op: Op, kernels: KDA, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Walkers share a CTA where there are more than the machine can run at once."""
-    pretend_a_gpu(monkeypatch, *MODULES, multiprocessors=multiprocessors)
-    core = core_of(draw(op, (64, 128), dtype=torch.float16))
-    shape = Shape.of(core)
-    assert shape.kernels == (
-        instances.kda_matrices(64, True),
-        instances.kda_forward(64, True, walkers),
-    )
-    assert shape.backward_kernels == (
-        instances.kda_mirror(64, True, walkers),
-        instances.kda_gradients(64, True),
-    )
+def test_what_adds_up_heads_is_loaded_before(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a launcher of its own, in training alone."""
+    pretend_a_gpu(monkeypatch, *MODULES)
+    loaded: list[str] = []
+    monkeypatch.setattr(build, "load", lambda launcher, *kernels: loaded.append(launcher.name))
+    for group, trains, expected in (
+        (1, True, ["kda"]),
+        (3, True, ["kda", "delta_rule"]),
+        (3, False, ["kda"]),
+    ):
+        x = {name: t.requires_grad_(trains) for name, t in draw(op, group=group).items()}
+        assert support.load(dispatch.describe("chunk_kda", **x)[2]).ok
+        assert loaded == expected
+        loaded.clear()

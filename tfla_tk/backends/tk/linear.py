@@ -76,7 +76,7 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     if recurrent.serves(call):
         return recurrent.load(call)
     if isinstance(call, KDACall):
-        return device.load(*kda_support.kernels_for(call))
+        return kda_support.load(call)
     if isinstance(call, DeltaRuleCall):
         return device.load(*delta_rule_support.kernels_for(call))
     if kernel == "gla":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +29,21 @@ def supports_kda(call: KDACall, variant: str | None = None) -> Support:
             _refusal_of_states(call),
         )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or device.supports(call.device, *kernels_for(call))
+        or _of_kernels(call, partial(device.supports, call.device))
     )
+
+
+def load(call: KDACall) -> Support:
+    """Load the kernels of a call that is supported, and compile what the cache lacks; as `device.load`."""
+    return _of_kernels(call, device.load)
+
+
+def _of_kernels(call: KDACall, judge: Callable[..., Support]) -> Support:
+    """What `judge` says of the kernels of a call, and of the one of another launcher that it may take."""
+    found = judge(_kernels_of, *_key(call))
+    if found.ok and call.requires_grad and call.value_heads > call.heads:
+        return judge(_combine_of, call.dtype == torch.float16)
+    return found
 
 
 def _refusal_of_gradients(call: KDACall) -> Support | None:
@@ -45,14 +60,14 @@ def _refusal_of_states(call: KDACall) -> Support | None:
     return Support(False, reason, "use backend 'triton'")
 
 
-def kernels_for(call: KDACall) -> tuple[Any, ...]:
-    """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
-    torch.compile has sizes as symbols."""
+def _key(call: KDACall) -> tuple[Any, ...]:
+    """The arguments of `_kernels_of`: plain numbers, the head dims alone where torch.compile has sizes as
+    symbols."""
     dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
     sizes = call.sequences, call.value_heads, call.seq
     symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
     known = None if symbolic or call.device.index is None else (*sizes, call.device.index)
-    return _kernels_of, dims, (call.dtype == torch.float16, call.requires_grad), known
+    return dims, (call.dtype == torch.float16, call.requires_grad), known
 
 
 def _kernels_of(
@@ -64,3 +79,8 @@ def _kernels_of(
     sequences, heads, seq, where = sizes or (8, 16, 8192, 0)
     shape = Shape(sequences, 0, sequences, heads, seq, *dims, 1, half, where, False)
     return instances.KDA, (*shape.kernels, *(shape.backward_kernels if trains else ()))
+
+
+def _combine_of(half: bool) -> device.Kernels:
+    """What adds up dq and dk of heads that share one."""
+    return instances.DELTA_RULE, (instances.delta_combine(half),)
