@@ -114,9 +114,9 @@ def fla(op: str) -> Numbers:
 def raw(op: str) -> Numbers:
     """The gated delta rule or KDA as fla's layers call it: raw inputs, twice as many value heads, V first."""
     prepare_fla()
-    g, seq = torch.Generator().manual_seed(4), 70
-    gate = (1, seq, 2 * HEADS)
-    shapes = {"q": (1, seq, HEADS, DIM_QK), "k": (1, seq, HEADS, DIM_QK), "v": (*gate, DIM_V)}
+    g = torch.Generator().manual_seed(4)
+    gate = (1, 100, 2 * HEADS)
+    shapes = {"q": (1, 100, HEADS, DIM_QK), "k": (1, 100, HEADS, DIM_QK), "v": (*gate, DIM_V)}
     channels = (DIM_QK,) if op == "chunk_kda" else ()
     shapes |= {"g": (*gate, *channels), "beta": gate, "A_log": gate[2:]}
     shapes["dt_bias"] = (math.prod((2 * HEADS, *channels)),)

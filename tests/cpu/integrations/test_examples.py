@@ -77,10 +77,13 @@ def test_as_scripts(mlstm_kernels: Any, tmp_path: Path) -> None:
     pytest.importorskip("xlstm", reason="xlstm is not installed")
     model = str(tmp_path / "model.pt")
     small = ["--steps", "2", "--batch", "1", "--seq", "64", "--width", "32", "--blocks", "1"]
-    for name, options in (("train_xlstm", [*small, "--save", model]), ("generate_xlstm", [model])):
+    for name, options, printed in (
+        ("train_xlstm", [*small, "--save", model], "mLSTM layers on"),
+        ("generate_xlstm", [model, "--tokens", "8"], "decoding on"),
+    ):
         command = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py"), *options]
         done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=400)
-        assert done.returncode == 0 and "mLSTM layers on" in done.stdout, done.stderr[-2000:]
+        assert done.returncode == 0 and printed in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])

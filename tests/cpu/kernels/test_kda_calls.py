@@ -36,7 +36,7 @@ def op() -> Op:
     pairwise(
         *[(False, True)] * 3,
         tuple(GATES),
-        *((False, True), (1, 3), ((64, 48), (40, 24), (128, 112)), (torch.float32, torch.bfloat16)),
+        *((False, True), (1, 3), ((64, 48), (40, 24), (80, 72)), (torch.float32, torch.bfloat16)),
         where=lambda *x: x[1] or not x[2],
     ),
 )
