@@ -34,7 +34,7 @@ def page() -> str:
     for module in modules():
         parts += [f"## {module.__name__}", markdown(_doc(module))]
         if module.__name__.endswith(".reference"):
-            parts.append("\n".join(_line(name, getattr(module, name)) for name in module.__all__))
+            parts.append("\n".join(_lines(module)))
         else:
             told: dict[str, str] = {}
             parts += [once(name, _entry(name, getattr(module, name)), told) for name in _names(module)]
@@ -130,9 +130,13 @@ def _entry(name: str, value: Any) -> str:
     return f"### `{name}`\n\n```text\n{_call(name, value)}\n```\n\n{markdown(_doc(value))}"
 
 
-def _line(name: str, value: Any) -> str:
-    first, _, _ = f"{_inline(_doc(value).splitlines())} ".partition(". ")
-    return f"- `{name}`: {first}."
+def _lines(module: ModuleType) -> Iterator[str]:
+    """The first sentence of every docstring, with the names that have it."""
+    names: dict[str, list[str]] = {}
+    for name in module.__all__:
+        first, _, _ = f"{_inline(_doc(getattr(module, name)).splitlines())} ".partition(". ")
+        names.setdefault(first, []).append(f"`{name}`")
+    return (f"- {', '.join(of)}: {first}." for first, of in names.items())
 
 
 def _call(name: str, value: Any) -> str:
