@@ -39,6 +39,14 @@ template <class T, int kDimK> struct ChunkOfWalk {
 // bank conflicts.
 using ScoreGradients = float[kChunk][kChunk + 4];
 
+// Operands B of mma.sync, m16n8k8 in tf32, of a block of 16 tokens and 64 channels: a lane's two numbers of
+// eight tokens and eight channels, tokens lane % 4 and + 4, channel lane / 4. What pairs within the block
+// contribute by levels replaces them: a lane's results of eight channels.
+union BlockOperands {
+    float2 of[2][kTiles8][32];
+    float4 by_levels[kTiles8][32];
+};
+
 template <class T, int kDimK> struct GradientsMemory {
     static constexpr int kParts = kDimK / kPart;
     PanelTile<T, kChunk, kDimK> queries, keys;
@@ -47,11 +55,11 @@ template <class T, int kDimK> struct GradientsMemory {
     union {
         ChunkOfWalk<T, kDimK> walk;
         struct {
-            // Of eight channels and a lane's two rows, as mma.sync has them: first dQ_F, dK_F, dK_G, then the
-            // sums for dg over the block's later tokens, dq, dk.
-            float4 of_tiles[kParts][kBlocks][kTiles8][3][32];
-            ScoreGradients d_scores, d_erasures;  // dP without its diagonal, dL
-            float own[kChunk];                    // that diagonal
+            BlockOperands keys_to_end[kParts][kBlocks];         // k e^{b_16 - b}
+            BlockOperands queries_from_begin[kParts][kBlocks];  // s q e^b
+            BlockOperands keys_from_begin[kParts][kBlocks];     // k e^b
+            ScoreGradients d_scores, d_erasures;                // dP without its diagonal, dL
+            float own[kChunk];                                  // that diagonal
         } within;
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];

@@ -2,10 +2,12 @@
 // two warpgroups makes those of one chunk:
 //   1. Load everything. Log decays, summed up in blocks of 16 tokens, of 64 channels per warpgroup.
 //   2. Of 64 columns of V per warpgroup: Y, G, dbeta and <S, dS'> (tiles.cuh).
-//   3. Meet. Store dV. dP, dL; dQ_F, dK_F and dK_G of 64 channels per warpgroup.
-//   4. Meet: they replace the tiles.
-//   5. Of 64 channels and 16 tokens per warp: dq, dk and sums of what dg is made of (within.cuh).
-//   6. Meet. Store dq, dk, dg and dbeta, as gradients of the raw inputs (results.cuh).
+//   3. Meet. Store dV. dP, dL; dQ_F, dK_F and dK_G of 64 channels per warpgroup, in registers.
+// Of 64 channels and 16 tokens per warp (within.cuh):
+//   4. Meet. dP, dL and scaled operands replace the tiles.
+//   5. Meet. Add what other blocks of tokens contribute.
+//   6. Add what pairs within the block contribute; sums of what dg is made of.
+//   7. Meet. Store dq, dk, dg and dbeta, as gradients of the raw inputs (results.cuh).
 #pragma once
 
 #include "common/kernel.cuh"
@@ -27,7 +29,7 @@ template <class T, int kDimK> struct GradientsMaker {
         const int head = chunk.batch * p.shape.heads + chunk.head;
         const bool has_channels = group < Memory::kParts;
         begin(head);
-        const bool mild = sum_up(has_channels);  // 1
+        sum_up(has_channels);  // 1
         wait(smem.walk_arrived, 0);
         zero_rows_of_others();
         __syncthreads();
@@ -35,12 +37,22 @@ template <class T, int kDimK> struct GradientsMaker {
         fence_async_proxy();
         __syncthreads();
         Results<T, kDimK> results(g, smem, chunk, head, group, warp);
-        results.store_dv();  // 3, 4
-        ChannelsOfK<T, kDimK>{g, smem, group, warp, chunk.tokens, has_channels}.run([] { __syncthreads(); });
+        results.store_dv();  // 3
+        rt_fl<16, kChunk> queries, reads, writers;
+        const auto meet = [] { __syncthreads(); };
+        ChannelsOfK<T, kDimK>{g, smem, group, warp, chunk.tokens, has_channels}.run(queries, reads, writers,
+                                                                                    meet);
+        GradientsOfBlock x(queries, reads, writers);
+        const Within<T, kDimK> within{g, smem, group, warp, fresh_laneid()};
+        if (has_channels) within.scale_operands();  // 4
         __syncthreads();
-        if (has_channels) Within<T, kDimK>{g, smem, group, warp, fresh_laneid(), mild}.run();  // 5
+        if (has_channels) within.add_other_blocks(x);  // 5
+        if (has_channels)
+            within.finish(x, meet);  // 6
+        else
+            meet();
         __syncthreads();
-        results.store(has_channels);  // 6
+        results.store(x, has_channels);  // 7
     }
 
   private:
@@ -98,13 +110,12 @@ template <class T, int kDimK> struct GradientsMaker {
         if (threadIdx.x < kUnits) reinterpret_cast<uint4*>(&smem.factors)[threadIdx.x] = from[threadIdx.x];
     }
 
-    // Step 1. Returns whether the warp's block is mild.
-    __device__ inline bool sum_up(bool has_channels) {
+    // Step 1.
+    __device__ inline void sum_up(bool has_channels) {
         wait(smem.inputs_arrived, 0);
-        if (!has_channels) return true;
-        return sum_gates({smem.gates[group], smem.total[group], smem.middle[group]}, g.params.of,
-                         &smem.bias[group * kPart], smem.rate, warp, chunk.tokens - warp * kBlock,
-                         fresh_laneid());
+        if (!has_channels) return;
+        sum_gates({smem.gates[group], smem.total[group], smem.middle[group]}, g.params.of,
+                  &smem.bias[group * kPart], smem.rate, warp, chunk.tokens - warp * kBlock, fresh_laneid());
     }
     // Rows past the last token belong to the next packed sequence.
     __device__ inline void zero_rows_of_others() {

@@ -136,7 +136,7 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 };
 
-// Steps 3 and 4, of 64 channels, by a warpgroup; a warp has 16 tokens.
+// Step 3, of 64 channels, by a warpgroup; a warp has 16 tokens.
 template <class T, int kDimK> struct ChannelsOfK {
     using Fragment = rt<T, 16, 16>;
     using Memory = GradientsMemory<T, kDimK>;
@@ -147,16 +147,14 @@ template <class T, int kDimK> struct ChannelsOfK {
     const int part, warp, tokens;  // tokens: of the chunk
     const bool has_channels;       // else it makes its scores alone
 
-    // All that is left in shared memory replaces the walk's tiles: meet() waits for the other warpgroup.
-    template <class Meet> __device__ inline void run(Meet meet) {
-        rt_fl<16, kChunk> scores, queries, reads, writers;
+    // What is left in shared memory replaces the walk's tiles: meet() waits for the other warpgroup.
+    template <class D, class Meet> __device__ inline void run(D& queries, D& reads, D& writers, Meet meet) {
+        rt_fl<16, kChunk> scores;
         warp::zero(scores), warp::zero(queries), warp::zero(reads), warp::zero(writers);
 #pragma unroll 1
         for (int group = 0; group < g.groups; group++) add_columns(group, scores, queries, reads, writers);
         meet();
         leave_scores(scores);
-        if (!has_channels) return;
-        leave(0, queries, 1.f), leave(1, reads, -1.f), leave(2, writers, 1.f);
     }
 
   private:
@@ -202,16 +200,6 @@ template <class T, int kDimK> struct ChannelsOfK {
                 to[row][column + 1] = column + 1 < last ? rounded_to_tf32(sign * x.y) : 0.f;
                 if (part == 0 && row / 2 == column / 2)
                     smem.within.own[row] = last < 0 ? 0.f : row == column ? x.x : x.y;
-            });
-        });
-    }
-    __device__ inline void leave(int kind, const rt_fl<16, kChunk>& x, float sign) {
-        const int lane = fresh_laneid();
-        each<0, 4>([&](int j) {
-            each<0, 2>([&](int half) {
-                const float2 a = x.tiles[0][j].data[2 * half], b = x.tiles[0][j].data[2 * half + 1];
-                smem.within.of_tiles[part][warp][2 * j + half][kind][lane] = {sign * a.x, sign * a.y,
-                                                                              sign * b.x, sign * b.y};
             });
         });
     }
