@@ -12,6 +12,9 @@ constexpr const char* kName = "decode";
 
 template <class Run> void with_tile_of(int dim_k, Run run) { with_tile<64, 96, 128, 256>(dim_k, kName, run); }
 
+// The same of KDA, whose decay is per channel and which writes by the delta rule: those of its models.
+template <class Run> void with_tile_of_kda(int dim_k, Run run) { with_tile<64, 128>(dim_k, kName, run); }
+
 // Slices of V that a CTA takes, one after the other: more amortise what precedes them, but only where two
 // CTAs are left for each multiprocessor. Results do not depend on it.
 template <class C> int passes_of(const DecodeParams& p, int slices) {
@@ -61,12 +64,16 @@ template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream
 
 template <Layout kLayout, class State, Decay kDecay, Write kWrite>
 void launch_of(const DecodeParams& p, cudaStream_t stream) {
-    with_tile_of(p.dim_k, [&]<int K>() {
+    auto launch_tile = [&]<int K>() {
         if (p.tokens == 1 && p.offsets == nullptr)
             launch_config<Config<kLayout, State, kDecay, kWrite, K, 1>>(p, stream);
         else
             launch_config<Config<kLayout, State, kDecay, kWrite, K, kDecodeTokens>>(p, stream);
-    });
+    };
+    if constexpr (kDecay == Decay::channel && kWrite == Write::delta)
+        with_tile_of_kda(p.dim_k, launch_tile);
+    else
+        with_tile_of(p.dim_k, launch_tile);
 }
 
 // Calls run<State>().
