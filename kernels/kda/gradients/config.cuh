@@ -40,12 +40,15 @@ template <class T, int kDimK> struct ChunkOfWalk {
 using ScoreGradients = float[kChunk][kChunk + 4];
 
 // Operands B of mma.sync, m16n8k8 in tf32, of a block of 16 tokens and 64 channels: a lane's two numbers of
-// eight tokens and eight channels, tokens lane % 4 and + 4, channel lane / 4. What pairs within the block
-// contribute by levels replaces them: a lane's results of eight channels.
+// eight tokens and eight channels, tokens lane % 4 and + 4, channel lane / 4. A lane's results of eight
+// channels replace them.
 union BlockOperands {
     float2 of[2][kTiles8][32];
-    float4 by_levels[kTiles8][32];
+    float4 results[kTiles8][32];
 };
+
+// k e^{b_16 - b}, s q e^b and k e^b. Their results: of readers of q, of k, and of writers.
+enum OperandOfBlock : int { kKeysToEnd, kQueriesFromBegin, kKeysFromBegin, kOperands };
 
 template <class T, int kDimK> struct GradientsMemory {
     static constexpr int kParts = kDimK / kPart;
@@ -55,11 +58,9 @@ template <class T, int kDimK> struct GradientsMemory {
     union {
         ChunkOfWalk<T, kDimK> walk;
         struct {
-            BlockOperands keys_to_end[kParts][kBlocks];         // k e^{b_16 - b}
-            BlockOperands queries_from_begin[kParts][kBlocks];  // s q e^b
-            BlockOperands keys_from_begin[kParts][kBlocks];     // k e^b
-            ScoreGradients d_scores, d_erasures;                // dP without its diagonal, dL
-            float own[kChunk];                                  // that diagonal
+            BlockOperands operands[kParts][kBlocks][kOperands];
+            ScoreGradients d_scores, d_erasures;  // dP without its diagonal, dL
+            float own[kChunk];                    // that diagonal
         } within;
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];

@@ -52,7 +52,7 @@ template <class T, int kDimK> struct GradientsMaker {
         else
             meet();
         __syncthreads();
-        results.store(x, has_channels);  // 7
+        results.store(has_channels);  // 7
     }
 
   private:

@@ -53,11 +53,11 @@ template <class T, int kDimK> struct Results {
     }
 
     // All others.
-    __device__ inline void store(const GradientsOfBlock& x, bool has_channels) const {
+    __device__ inline void store(bool has_channels) const {
         if (has_channels) {
             float of_rate = 0.f;
-            each<0, kTiles8>(
-                [&](int n) { store_channels(n, x.writers[n], x.queries[n], x.reads[n], of_rate); });
+#pragma unroll 1
+            for (int tile = 0; tile < kTiles8; tile++) store_channels(tile, of_rate);
             of_rate = warp_sum(of_rate);
             if (lane == 0) smem.rate_sums[group][warp] = of_rate;
         }
@@ -73,9 +73,10 @@ template <class T, int kDimK> struct Results {
         return chunk.batch * x.batch_stride + chunk.head * x.head_stride +
                static_cast<int64_t>(chunk.first_row + row) * x.row_stride;
     }
-    // Of eight channels. sums: for dg, over later tokens of the block.
-    __device__ inline void store_channels(int tile, const Four& sums, const Four& dq, const Four& dk,
-                                          float& of_rate) const {
+    // Of eight channels.
+    __device__ inline void store_channels(int tile, float& of_rate) const {
+        const Within<T, kDimK> within{g, smem, group, warp, lane};
+        const Four dq(within.result(0, tile)), dk(within.result(1, tile)), sums(within.result(2, tile));
         const KdaMatricesParams& p = g.params.of;
         const int channel = group * kPart + 8 * tile + lane % 4 * 2;
         const float2 later = of_later_blocks(channel);

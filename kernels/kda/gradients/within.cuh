@@ -55,8 +55,7 @@ __device__ inline Four exp2_of(const Four& a) {
     return a.change([](float x, int, int) { return exp2f(x); });
 }
 
-// What a lane has of a block and 64 channels: at first dQ_F, dK_F, dK_G; then dq (of s q), dk and, in the
-// place of the last, sums of what dg is made of over later tokens of the block.
+// What a lane has of a block and 64 channels: dQ_F, dK_F, dK_G, to which the pairs of tokens are added.
 struct GradientsOfBlock {
     Four queries[kTiles8], reads[kTiles8], writers[kTiles8];
 
@@ -104,10 +103,11 @@ template <class T, int kDimK> struct Within {
                     from_begin[n] = rounded_to_tf32(k * up);
                     of_queries[n] = rounded_to_tf32(query(token, channel) * up);
                 }
-                auto& within = smem.within;
-                within.keys_to_end[part][block].of[step][tile][lane] = {of_keys[0], of_keys[1]};
-                within.keys_from_begin[part][block].of[step][tile][lane] = {from_begin[0], from_begin[1]};
-                within.queries_from_begin[part][block].of[step][tile][lane] = {of_queries[0], of_queries[1]};
+                auto leave = [&](OperandOfBlock which, const float (&x)[2]) {
+                    smem.within.operands[part][block][which].of[step][tile][lane] = {x[0], x[1]};
+                };
+                leave(kKeysToEnd, of_keys), leave(kKeysFromBegin, from_begin);
+                leave(kQueriesFromBegin, of_queries);
             }
         }
     }
@@ -118,7 +118,6 @@ template <class T, int kDimK> struct Within {
             const Four bits = bits_to_end(tile, bits_of_results(tile)).plus_channels(later_bits(tile));
             leave_flow(tile, keys_of_results(tile) * x.writers[tile] * exp2_of(bits));
         });
-        const auto& within = smem.within;
 #pragma unroll 1
         for (int of = 0; of < block; of++) {
             A scores[2], erasures[2];
@@ -127,8 +126,8 @@ template <class T, int kDimK> struct Within {
                 const float2 decay = decay_over(of, tile);
                 x.queries[tile].scale_channels(decay), x.reads[tile].scale_channels(decay);
                 each<0, 2>([&](int step) {
-                    multiply(x.queries[tile], scores[step], within.keys_to_end[part][of], step, tile);
-                    multiply(x.reads[tile], erasures[step], within.keys_to_end[part][of], step, tile);
+                    multiply(x.queries[tile], scores[step], operands(of, kKeysToEnd), step, tile);
+                    multiply(x.reads[tile], erasures[step], operands(of, kKeysToEnd), step, tile);
                 });
             });
         }
@@ -155,7 +154,7 @@ template <class T, int kDimK> struct Within {
             x.queries[tile] = x.queries[tile] * up, x.reads[tile] = x.reads[tile] * up;
             x.writers[tile] = x.writers[tile] * down;
             if (!mild) return;
-            const auto& keys = smem.within.keys_to_end[part][block];
+            const auto& keys = operands(block, kKeysToEnd);
             Four by_queries, by_keys, of_writers;
             each<0, 2>([&](int step) {
                 multiply(by_queries, scores[step], keys, step, tile);
@@ -168,35 +167,42 @@ template <class T, int kDimK> struct Within {
             x.writers[tile].add_product(of_writers, from_begin);
         });
         meet();
-        if (!mild) {
-            leave_levels();
-            each<0, kTiles8>([&](int tile) {
-                x.queries[tile] = x.queries[tile] + Four(level_sums(0)[tile][lane]);
-                x.reads[tile] = x.reads[tile] + Four(level_sums(1)[tile][lane]);
-                x.writers[tile] = x.writers[tile] + Four(level_sums(2)[tile][lane]);
-            });
-        }
-        sum_up(x);
+        if (!mild) leave_levels();
+        each<0, kTiles8>([&](int tile) {
+            auto leave = [&](int kind, const Four& sum) {
+                float4& to = result(kind, tile);
+                to = mild ? sum : sum + Four(to);
+            };
+            leave(0, x.queries[tile]), leave(1, x.reads[tile]), leave(2, x.writers[tile]);
+        });
+        sum_up();
+    }
+
+    // Of eight channels: dq (of s q), dk, and sums of what dg is made of over later tokens of the block.
+    __device__ inline float4& result(int kind, int tile) const {
+        return smem.within.operands[part][block][kind].results[tile][lane];
     }
 
   private:
     // dg's sums, then the pairs of a token with itself, which no gate is between; q dq and k dk of rows.
-    __device__ inline void sum_up(GradientsOfBlock& x) const {
+    // NOTES: a loop, through shared memory: unrolled it would not fit the instruction cache.
+    __device__ inline void sum_up() const {
         float dots[2][2] = {};  // of q and k, per row
-        each<0, kTiles8>([&](int tile) {
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles8; tile++) {
             const Four q = queries_of_results(tile), k = keys_of_results(tile);
-            Four &dq = x.queries[tile], &reads = x.reads[tile], &writers = x.writers[tile];
+            Four dq(result(0, tile)), dk(result(1, tile)), writers(result(2, tile));
             Four of_gates = q * dq;
-            of_gates.add_product(k, reads), of_gates.add_product(k, writers.negative());
+            of_gates.add_product(k, dk), of_gates.add_product(k, writers.negative());
             const Four own =
                 Four().change([&](float, int r, int) { return smem.within.own[row_of_result(r)]; });
             dq.add_product(own, k), writers.add_product(own, q);
-            reads = reads + writers;
+            dk = dk + writers;
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                dots[0][e / 2] += q.x[e] * dq.x[e], dots[1][e / 2] += k.x[e] * reads.x[e];
-            writers = suffix_sums(tile, of_gates);
-        });
+                dots[0][e / 2] += q.x[e] * dq.x[e], dots[1][e / 2] += k.x[e] * dk.x[e];
+            result(0, tile) = dq, result(1, tile) = dk, result(2, tile) = suffix_sums(tile, of_gates);
+        }
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const float sum = quad_sum(dots[n / 2][n % 2]);
@@ -278,6 +284,9 @@ template <class T, int kDimK> struct Within {
             a[n] = __float_as_uint(kTransposed ? from[j][i] : from[i][j]);
         }
     }
+    __device__ inline const BlockOperands& operands(int of, OperandOfBlock which) const {
+        return smem.within.operands[part][of][which];
+    }
     __device__ inline void multiply(Four& d, const A& a, const BlockOperands& b, int step, int tile) const {
         const float2 x = b.of[step][tile][lane];
         const uint32_t bits[2] = {__float_as_uint(x.x), __float_as_uint(x.y)};
@@ -287,30 +296,22 @@ template <class T, int kDimK> struct Within {
     __device__ inline void add_readers(Four& writers, const A (&scores)[2], const A (&erasures)[2], int of,
                                        int tile) const {
         each<0, 2>([&](int step) {
-            multiply(writers, scores[step], smem.within.queries_from_begin[part][of], step, tile);
-            multiply(writers, erasures[step], smem.within.keys_from_begin[part][of], step, tile);
+            multiply(writers, scores[step], operands(of, kQueriesFromBegin), step, tile);
+            multiply(writers, erasures[step], operands(of, kKeysFromBegin), step, tile);
         });
     }
 
     // --- levels
 
-    __device__ inline auto& level_sums(int kind) const {
-        auto& within = smem.within;
-        auto& operands = kind == 0   ? within.keys_to_end
-                         : kind == 1 ? within.queries_from_begin
-                                     : within.keys_from_begin;
-        return operands[part][block].by_levels;
-    }
-    // NOTES: a loop over channels, through shared memory: unrolled it would be most of the kernel.
+    // NOTES: a loop over channels, as in sum_up.
     __device__ inline void leave_levels() const {
 #pragma unroll 1
         for (int tile = 0; tile < kTiles8; tile++) {
             Four sums[3];
 #pragma unroll 1
             for (int n = kBlock / 2; n > 0; n /= 2) add_level(sums, tile, n);
-            each<0, 3>([&](int kind) { level_sums(kind)[tile][lane] = sums[kind]; });
+            each<0, 3>([&](int kind) { result(kind, tile) = sums[kind]; });
         }
-        __syncwarp();
     }
     __device__ inline void add_level(Four (&sums)[3], int tile, int n) const {
         const int channel = 8 * tile + lane / 4;
