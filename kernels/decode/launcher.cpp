@@ -54,12 +54,12 @@ MlstmState read_mlstm_state(Arguments& x) {
     return {x.pointer<void>(), x.pointer<void>(), x.pointer<void>(), x.dtype(), x.dtype(), x.dtype()};
 }
 
-// q, k, v, their and h's dtype, i, f, state before, state after, h, lanes, width, batch, heads, tokens, K, V,
-// scale, eps, sigmoid_gate, normalize, in_place, device, stream.
+// q, k, v, their and h's dtype, i, f, state before, state after, h, across, width, batch, heads, tokens, K,
+// V, scale, eps, sigmoid_gate, normalize, in_place, device, stream.
 void launch_mlstm(Arguments& x) {
     MlstmParams p{read_rows(x), read_rows(x), read_rows(x), x.dtype(), x.gate(), x.gate()};
     p.before = read_mlstm_state(x), p.after = read_mlstm_state(x), p.h = x.pointer<void>();
-    p.lanes = x.number(), p.width = x.number();
+    p.tiling = {x.number(), x.number()};
     p.batch = x.number(), p.heads = x.number(), p.tokens = x.number();
     p.dim_k = x.number(), p.dim_v = x.number(), p.scale = x.real(), p.eps = x.real();
     p.sigmoid_gate = x.flag(), p.normalize = x.flag(), p.in_place = x.flag(), p.device = x.number();

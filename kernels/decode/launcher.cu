@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "common/launch.cuh"
+#include "decode/grids.h"
 #include "decode/kernel.cuh"
 #include "decode/mlstm/launch.cuh"
 
@@ -26,11 +27,6 @@ template <class C> int passes_of(const DecodeParams& p, int slices) {
     return passes;
 }
 
-template <class X> void skip(X*& data, std::int64_t elements, DType dtype) {
-    using Byte = std::conditional_t<std::is_const_v<X>, const char, char>;
-    if (data != nullptr) data = reinterpret_cast<Byte*>(data) + elements * (dtype == DType::float32 ? 4 : 2);
-}
-
 // The call from a batch entry on.
 inline DecodeParams from_entry(DecodeParams p, int entry) {
     if (p.offsets != nullptr) {
@@ -50,12 +46,10 @@ inline DecodeParams from_entry(DecodeParams p, int entry) {
     return p;
 }
 
-// A grid holds 65,535 batch entries; more take several launches.
 template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream) {
-    constexpr int kMost = 65535;
     const int slices = p.dim_v / C::kSlice, passes = passes_of<C>(p, slices);
-    for (int first = 0; first < p.batch; first += kMost) {
-        const int entries = std::min(kMost, p.batch - first);
+    for (int first = 0; first < p.batch; first += kMostOfGrid) {
+        const int entries = std::min(kMostOfGrid, p.batch - first);
         launch<decode_kernel<C>>(Globals{from_entry(p, first), passes},
                                  dim3(slices / passes, p.value_heads, entries), C::kThreads, p.device, stream,
                                  kName);

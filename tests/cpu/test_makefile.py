@@ -36,7 +36,8 @@ def make(target: str, python: Path) -> list[str]:
     """The lines that a target prints on a fresh machine."""
     command = ["make", target, f"PYTHON={python}", f"VENV={python.parent / 'environment'}"]
     # without what a make that has started the tests hands on
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    handed_on = ("MAKE", "ARGS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(handed_on)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

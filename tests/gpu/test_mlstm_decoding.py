@@ -35,7 +35,7 @@ def gate(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[None, 8, 16], ids=["step", "8", "16"])
 def tokens(request: pytest.FixtureRequest) -> int | None:
-    """A step, or as many tokens as the kernels for several take at most."""
+    """A step, or as many tokens as each instance of the other kernel takes at most."""
     return request.param
 
 
@@ -125,16 +125,35 @@ def check_tiling(decoder: Decoder, x: Tensors, inplace: bool) -> None:
     assert_close(decoder(clone(x), **options), decoder.truth(x))
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16, 32])
+TILED = list(itertools.product(((256, 512), (100, 60), (7, 24), (33, 31)), DTYPES[:2]))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])
 @in_place_or_not
-def test_every_tiling(decoder: Decoder, lanes: int, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [None], ids=["step"], indirect=True)
+def test_every_tiling_of_a_step(
+    decoder: Decoder, lanes: int, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clusters of one to sixteen CTAs."""
     monkeypatch.setattr(decoding, "_lanes", lambda *_: lanes)
-    most = {None: 8, 8: 4, 16: 2}[decoder.tokens]
-    for dims, state in itertools.product(((256, 512), (100, 60), (7, 24), (33, 31)), DTYPES[:2]):
-        width = min(16 // state.itemsize, most)
+    for dims, state in TILED:
+        width = 16 // state.itemsize
         width = width if dims[1] % width == 0 else 1
         if -(-dims[1] // (lanes * width)) <= 16:
+            check_tiling(decoder, decoder.draw(dims=dims, state=state), inplace)
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+@in_place_or_not
+@pytest.mark.parametrize("tokens", [8, 16], indirect=True)
+def test_every_tiling_of_several_tokens(
+    decoder: Decoder, warps: int, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters of one to sixteen CTAs."""
+    monkeypatch.setattr(decoding, "_warps", lambda *_: warps)
+    for dims, state in TILED:
+        eight = state.itemsize == 2 and decoder.tokens == 8 and dims[1] % 8 == 0
+        if warps * 8 * (8 if eight else 4) <= 128:
             check_tiling(decoder, decoder.draw(dims=dims, state=state), inplace)
 
 
@@ -265,7 +284,7 @@ def test_every_element_is_written(decoder: Decoder, dims: tuple[int, int], state
 @of_several_tokens
 @pytest.mark.parametrize("seq", [8, 13])
 def test_equals_as_many_steps(decoder: Decoder, seq: int) -> None:
-    """In fp32."""
+    """The step kernel and this one, in fp32."""
     x = decoder.draw(2, 4, (256, 512), dtype=torch.float32, seq=seq)
     steps = decoder.by_steps(x)
     assert_close(decoder(x), {name: t.double() for name, t in steps.items()})

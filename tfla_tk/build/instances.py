@@ -27,9 +27,9 @@ KDA_TILES = (64, 128)  # K of KDA
 # head dims of keys of the other operators token by token, and tokens for which a state is read once
 RECURRENT_KEYS = (64, 96, 128, 256)
 RECURRENT_TOKENS = 4
-# tokens of one call of mLSTM's decoding
-TOKEN_TILES = (1, 8, 16)
-MAX_TOKENS = max(TOKEN_TILES)
+# tokens of one call of mLSTM's decoding with several
+SEQUENCE_TILES = (8, 16)
+MAX_TOKENS = max(SEQUENCE_TILES)
 
 _SCALAR_DECAY = (("TFLA_SCALAR_DECAY", "1"),)
 _DTYPES = {False: "bf16", True: "fp16"}  # by whether operands are fp16
@@ -343,29 +343,40 @@ def _half_of(before: str, after: str) -> str:
     return next((dtype for dtype in (before, after) if dtype != "fp32"), "")
 
 
-def token_tile(tokens: int) -> int:
-    """The smallest of TOKEN_TILES that holds the tokens.
+@functools.cache
+def mlstm_step(before: str, after: str) -> Instance:
+    """One token of mLSTM, for all head dims.
+
+    Args:
+        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
+    """
+    types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
+    widest = 4 if "fp32" in (before, after) else 8
+    kernels = tuple(f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1))
+    name, dtype = f"mlstm_step_{before}_{after}", _half_of(before, after)
+    return Instance(name, DECODING, "decode/mlstm/step.cuh", kernels, "decode", dtype)
+
+
+@functools.cache
+def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance:
+    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them.
+
+    Args:
+        before, after: as of `mlstm_step`. fp32: q, k and v are.
 
     Raises:
         ValueError: More than MAX_TOKENS tokens, or none.
     """
     if not 0 < tokens <= MAX_TOKENS:
         raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
-    return min(tile for tile in TOKEN_TILES if tile >= tokens)
-
-
-@functools.cache
-def mlstm_tokens(tile: int, before: str, after: str) -> Instance:
-    """A few tokens of mLSTM, for all head dims.
-
-    Args:
-        tile: the most tokens, one of TOKEN_TILES.
-        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
-    """
-    of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}"
-    kernels = tuple(f"mlstm_kernel<MlstmConfig<{of}, {_cpp(vector)}>>" for vector in (True, False))
-    name = f"mlstm_tokens_t{tile}_{before}_{after}"
-    return Instance(name, DECODING, "decode/mlstm/kernel.cuh", kernels, "decode", _half_of(before, after))
+    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
+    of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}, {_cpp(fp32)}"
+    kernels = tuple(
+        f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)
+    )
+    name = f"mlstm_sequence_t{tile}_{before}_{after}{'_of_fp32' if fp32 else ''}"
+    dtype = _half_of(before, after)
+    return Instance(name, DECODING, "decode/mlstm/sequence.cuh", kernels, "decode", dtype)
 
 
 @functools.cache
@@ -587,7 +598,9 @@ def shipped_instances() -> tuple[Instance, ...]:
     found += map(mlstm_bwd_combine, halves)
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
     found += map(delta_of_all, _DELTA_OF_ALL)
-    found += [mlstm_tokens(tile, *states) for tile, states in itertools.product(TOKEN_TILES, _STATES)]
+    found += [mlstm_step(*states) for states in _STATES]
+    of_sequences = itertools.product(SEQUENCE_TILES, _STATES, halves)
+    found += [mlstm_sequence(tokens, *states, fp32) for tokens, states, fp32 in of_sequences]
     for by_channel, delta_rule in itertools.product(halves, halves):
         of_steps = itertools.product(_STATE_TYPES, halves, recurrent_keys(by_channel, delta_rule))
         found += [recurrent(state, v_first, by_channel, delta_rule, k) for state, v_first, k in of_steps]

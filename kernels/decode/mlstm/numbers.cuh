@@ -25,18 +25,6 @@ template <class T> __device__ inline T narrowed(float x) {
         return x;
 }
 
-// x as a number of this dtype.
-__device__ inline float rounded(DType dtype, float x) {
-    switch (dtype) {
-        case DType::bfloat16:
-            return widened(narrowed<__nv_bfloat16>(x));
-        case DType::float16:
-            return widened(narrowed<__half>(x));
-        default:
-            return x;
-    }
-}
-
 __device__ inline void store_number(void* data, DType dtype, std::int64_t at, float x) {
     switch (dtype) {
         case DType::bfloat16:
@@ -50,35 +38,29 @@ __device__ inline void store_number(void* data, DType dtype, std::int64_t at, fl
     }
 }
 
-// Numbers of one run-time dtype, loaded as the aligned words that hold them and converted when they are used.
-// NOTES: a branch, or two loads under opposite predicates, would wait for one number before the next one is
-// loaded.
-template <int N> struct Loaded {
-    unsigned words[N];
-    unsigned upper = 0;  // a bit per number: it is the upper half of its word
+// A number of run-time dtype, loaded as the aligned word that holds it and converted when it is used. NOTES:
+// a branch, or two loads under opposite predicates, would wait for one number before the next one is loaded.
+struct Number {
+    unsigned word;
+    bool upper;  // half of the word
     DType dtype;
 
-    __device__ inline explicit Loaded(DType dtype) : dtype(dtype) {}
-    __device__ inline Loaded(const void* data, DType dtype, std::int64_t at) : dtype(dtype) {
-        static_assert(N == 1);
-        load(0, static_cast<const char*>(data) + bytes(at));
+    __device__ inline Number(const void* data, DType dtype, std::int64_t at) : dtype(dtype) {
+        const char* from = static_cast<const char*>(data) + (at << (dtype == DType::float32 ? 2 : 1));
+        const int behind = static_cast<int>(reinterpret_cast<std::uintptr_t>(from) & 2);
+        upper = behind != 0;
+        word = *reinterpret_cast<const unsigned*>(from - behind);
     }
-    // Of so many numbers.
-    __device__ inline std::int64_t bytes(std::int64_t count) const {
-        return count << (dtype == DType::float32 ? 2 : 1);
-    }
-    __device__ inline void load(int n, const char* from) {
-        const auto behind = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(from) & 2);
-        upper |= behind / 2 << n;
-        words[n] = *reinterpret_cast<const unsigned*>(from - behind);
-    }
-    __device__ inline float operator[](int n) const {
-        const unsigned half = upper >> n & 1 ? words[n] >> 16 : words[n] & 0xffff;
+    __device__ inline operator float() const {
+        const unsigned half = upper ? word >> 16 : word & 0xffff;
         const float wide = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
-        const float other = __uint_as_float(dtype == DType::bfloat16 ? half << 16 : words[n]);
-        return dtype == DType::float16 ? wide : other;
+        return dtype == DType::float16 ? wide : __uint_as_float(dtype == DType::bfloat16 ? half << 16 : word);
     }
 };
+
+__device__ inline Number gate_of(const Gate& x, std::int64_t batch, std::int64_t head, int token) {
+    return {x.data, x.dtype, batch * x.batch_stride + head * x.head_stride + token * x.row_stride};
+}
 
 // kWidth neighbours of a row of C, moved as one word, past the L1 cache. NOTES: streaming accesses (.cs) are
 // slower.
@@ -96,5 +78,8 @@ template <class T, int kWidth> struct Columns {
     __device__ inline float operator[](int n) const { return widened(reinterpret_cast<const T*>(&word)[n]); }
     __device__ inline void set(int n, float x) { reinterpret_cast<T*>(&word)[n] = narrowed<T>(x); }
 };
+
+// Of a power of two. NOTES: a template, since the host half, which only parses it, knows no __ffs.
+template <class X> __device__ inline int log2_of(X x) { return __ffs(x) - 1; }
 
 }  // namespace tfla_tk::decode

@@ -17,6 +17,12 @@ struct MlstmState {
     DType c_dtype, n_dtype, m_dtype;
 };
 
+// How a CTA shares its slice of C.
+struct MlstmTiling {
+    int across;  // threads side by side in a row with one token, warps with several: a power of two
+    int width;   // columns that a thread moves at a time: the one width of the kernels for these dtypes, or 1
+};
+
 // The largest K, the most tokens of a call, and the most slices of V of a head in place.
 constexpr int kMlstmKeys = 256, kMlstmTokens = 16, kMlstmSlices = 16;
 
@@ -31,9 +37,7 @@ struct MlstmParams {
     Gate i, f;
     MlstmState before, after;
     void* h;  // [B, H, T, V], contiguous
-    // A slice of V has lanes * width columns: lanes threads side by side, a power of two, with width columns
-    // each. The kernels for so many tokens and these dtypes have one width, and 1.
-    int lanes, width;
+    MlstmTiling tiling;
     int batch, heads, tokens, dim_k, dim_v;
     float scale;  // of q
     float eps;    // added to the normaliser after the maximum

@@ -17,7 +17,7 @@ import pytest
 import tfla_tk
 
 ROOT = Path(__file__).parents[3]
-MATCH = "mlstm_tokens_t1_*bf16*"  # three instances
+MATCH = "mlstm_step_*bf16*"  # three instances
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("setuptools", minversion="77.0.3")

@@ -1,4 +1,4 @@
-"""Up to 16 tokens of mLSTM by the decoding kernels, from tensors.
+"""One token of mLSTM by the step kernel, or 2 to 16 by the sequence kernel, from tensors.
 
 One launch, whatever strides q, k and v have, on the current stream (docs/decode.md).
 """
@@ -16,10 +16,10 @@ from tfla_tk.backends.tk.operands import current_stream, gate, multiprocessors, 
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 
-_VECTOR = 16  # bytes of a thread's load at most
-_MOST_COLUMNS = {1: 8, 8: 4, 16: 2}  # of a thread, by the tile of the tokens
-_MOST_LANES = {1: 16, 8: 16, 16: 32}  # threads side by side in a row of C: 64 columns or more
-_FEWEST_LANES = 4
+_VECTOR = 16  # bytes of a thread's load
+_MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
+_FEWEST_COLUMNS = 4  # of a thread of the sequence kernel
+_MOST_WARPS = 2  # of it, side by side in a row of C
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
@@ -87,17 +87,21 @@ def _launch(
     dim_v, device = v.shape[-1], q.get_device()
     dtypes = DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
     count = tokens[0] if tokens else 1
-    tile = instances.token_tile(count)
-    launch = build.load(instances.DECODING, instances.mlstm_tokens(tile, *dtypes)).mlstm
+    if count == 1:
+        instance, widest, across = instances.mlstm_step(*dtypes), _VECTOR, _lanes
+    else:
+        instance = instances.mlstm_sequence(count, *dtypes, q.dtype == torch.float32)
+        widest, across = _widest(count, q.dtype), _warps
+    launch = build.load(instances.DECODING, instance).mlstm
     # to be held until the launch, which gets addresses alone
     i, f = _narrowed(i), _narrowed(f)
     h = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    width = _width_of(before[0], after[0], dim_v, _MOST_COLUMNS[tile])
+    width = _width_of(before[0], after[0], dim_v, widest)
     # as in a large batch
     filling = 0 if batch_invariant else multiprocessors(device)
     launch(
         _rows(q), _rows(k), _rows(v), DTYPES[q.dtype], gate(i), gate(f), _stored(before), _stored(after),
-        h.data_ptr(), (_lanes(batch * heads, dim_v, width, _MOST_LANES[tile], filling), width),
+        h.data_ptr(), (across(batch * heads, dim_v, width, filling), width),
         (batch, heads, count, dim_qk, dim_v), dim_qk**-0.5, eps, sigmoid_gate, normalize, after is before,
         device, current_stream(device),
     )  # fmt: skip
@@ -125,26 +129,26 @@ def _rows(x: Tensor) -> tuple[int, ...]:
     return x.data_ptr(), batch, head, *(token or (0,)), column
 
 
-def _width_of(before: Tensor, after: Tensor, dim_v: int, most: int) -> int:
+def _width_of(before: Tensor, after: Tensor, dim_v: int, widest: int) -> int:
     """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that.
 
     Args:
-        most: columns that a thread takes at most.
+        widest: columns that a thread takes at most.
     """
-    width = min(_VECTOR // max(before.itemsize, after.itemsize), most)
+    width = min(_VECTOR // max(before.itemsize, after.itemsize), widest)
     aligned = all(x.data_ptr() % (width * x.itemsize) == 0 for x in (before, after))
     return width if aligned and dim_v % width == 0 else 1
 
 
 @functools.lru_cache(maxsize=1024)
-def _lanes(heads: int, dim_v: int, width: int, most: int, multiprocessors: int) -> int:
+def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
     """Threads side by side in a row of C: as many as the row fills, fewer where CTAs are.
 
     Args:
-        heads: of the whole batch. width: columns of a thread. most: lanes.
-        multiprocessors: that CTAs are to fill; 0: the number follows from the others alone.
+        heads: of the whole batch. width: columns of a thread.
+        multiprocessors: that CTAs are to fill; 0: the number follows from dim_v and width alone.
     """
-    found = max(_FEWEST_LANES, min(most, 1 << (-(-dim_v // width) - 1).bit_length()))
+    found = min(_MOST_LANES, 1 << (-(-dim_v // width) - 1).bit_length())
 
     def slices(lanes: int) -> int:
         return -(-dim_v // (lanes * width))
@@ -156,5 +160,26 @@ def _lanes(heads: int, dim_v: int, width: int, most: int, multiprocessors: int) 
         and heads * slices(found) < _FULL * multiprocessors
         and slices(found // 2) <= MAX_SLICES
     ):
+        found //= 2
+    return found
+
+
+def _widest(tokens: int, dtype: torch.dtype) -> int:
+    """Columns of a thread of the sequence kernel at most: the registers hold v of eight columns only if it is
+    short and narrow."""
+    return 2 * _FEWEST_COLUMNS if tokens <= 8 and dtype.itemsize == 2 else _FEWEST_COLUMNS
+
+
+@functools.lru_cache(maxsize=1024)
+def _warps(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
+    """Warps side by side in a row of C: as many as the row fills, fewer where CTAs are.
+
+    Args:
+        heads: of the whole batch. width: columns that a thread moves at a time.
+        multiprocessors: as of `_lanes`.
+    """
+    columns = 8 * max(width, _FEWEST_COLUMNS)
+    found = min(_MOST_WARPS, 1 << (-(-dim_v // columns) - 1).bit_length())
+    while found > 1 and heads * -(-dim_v // (found * columns)) < _FULL * multiprocessors:
         found //= 2
     return found

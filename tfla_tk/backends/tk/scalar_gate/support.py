@@ -145,7 +145,7 @@ def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
             True,
         )
     tokens = 1
-    for tile in instances.TOKEN_TILES:
+    for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
     return _kernels_of, kernel, tokens, 0, dtype, False, False, False, False
@@ -167,7 +167,10 @@ def _kernels_of(
         first, second: tiles of K and V, or in decoding tokens and 0. needs_df: there are gradients of gates.
     """
     if kernel in ("mlstm_step", "mlstm_sequence"):
-        return instances.DECODING, (instances.mlstm_tokens(first, "fp32", "fp32"),)
+        of_step, of_sequence = instances.mlstm_step, instances.mlstm_sequence
+        state = ("fp32", "fp32")
+        instance = of_step(*state) if first == 1 else of_sequence(first, *state, dtype == "fp32")
+        return instances.DECODING, (instance,)
     half, decay = dtype == "fp16", kernel == "simple_gla"
     of_call = {
         "half": half,
