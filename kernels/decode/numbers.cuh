@@ -103,18 +103,30 @@ __device__ inline float number_of(unsigned bits, DType dtype) {
 __device__ inline std::int64_t start_of(const Numbers& x, int batch, int token, int head) {
     return batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
 }
-__device__ inline void store_output(const DecodeParams& p, std::int64_t at, float x) {
-    void* const data = const_cast<void*>(p.o.data);
-    switch (p.o.dtype) {
+template <class T> __device__ inline T narrowed(float x) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return __float2bfloat16_rn(x);
+    else if constexpr (std::is_same_v<T, __half>)
+        return __float2half_rn(x);
+    else
+        return x;
+}
+
+__device__ inline void store_number(void* data, DType dtype, std::int64_t at, float x) {
+    switch (dtype) {
         case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[at] = __float2bfloat16_rn(x);
+            static_cast<__nv_bfloat16*>(data)[at] = narrowed<__nv_bfloat16>(x);
             break;
         case DType::float16:
-            static_cast<__half*>(data)[at] = __float2half_rn(x);
+            static_cast<__half*>(data)[at] = narrowed<__half>(x);
             break;
         default:
             static_cast<float*>(data)[at] = x;
     }
+}
+
+__device__ inline void store_output(const DecodeParams& p, std::int64_t at, float x) {
+    store_number(const_cast<void*>(p.o.data), p.o.dtype, at, x);
 }
 
 }  // namespace tfla_tk::decode

@@ -1,18 +1,10 @@
 // Producer warps of a walk: loads and stores.
 #pragma once
 
+#include "common/bulk_load.cuh"
 #include "kda/walk.cuh"
 
 namespace tfla_tk::kda {
-
-// Starts a copy from memory to shared memory; its bytes complete `arrived`.
-__device__ inline void load_bytes(void* to, const void* from, uint32_t bytes, semaphore& arrived) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-            shared_address(to)),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(&arrived))
-        : "memory");
-}
 
 // What the matrices kernel has left, by one thread.
 template <class C> struct TilesLoader {
@@ -54,8 +46,8 @@ template <class C> struct TilesLoader {
         constexpr TileOfChunk kFirst = C::kBackward ? kWriters : kReads;
         const auto* const factors = static_cast<const Factors<C::kDimK>*>(g.factors);
         load(kFirst);
-        load_bytes(&smem.factors[slot], &factors[static_cast<int64_t>(head) * g.slots + place],
-                   sizeof(smem.factors[0]), arrived);
+        load_bulk(&smem.factors[slot], &factors[static_cast<int64_t>(head) * g.slots + place],
+                  sizeof(smem.factors[0]), arrived);
         load(kQueries), load(C::kBackward ? kReads : kWriters);
     }
     __device__ inline void load_matrices(int step) {

@@ -56,6 +56,16 @@ class RecurrentCore(NamedTuple):
         return self.g is not None and self.g.dim() == 4
 
     @property
+    def is_raw(self) -> bool:
+        """The log decay is to be made of g."""
+        return self.g is not None and self.A_log is not None
+
+    @property
+    def lower_bound(self) -> None:
+        """Of the log decay: there is none."""
+        return None
+
+    @property
     def sequences(self) -> int:
         """N."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1

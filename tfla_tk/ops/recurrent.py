@@ -21,6 +21,7 @@ from tfla_tk.calls.recurrent import RecurrentCore, Slots, through_a_copy
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
+from tfla_tk.ops.delta_rule import from_raw
 from tfla_tk.ops.kda import log_decay
 
 _library = library.get()
@@ -82,13 +83,8 @@ def _on_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     import tfla_tk.reference as forms
 
     core = RecurrentCore(*args)
-    q, k, g, beta, state = core.q, core.k, core.g, core.beta, core.initial_state
-    if core.qk_l2norm:
-        q, k = forms.l2_norm(q), forms.l2_norm(k)
-    if core.beta_sigmoid and beta is not None:
-        beta = forms.writing_strength(beta, core.neg_eigval)
-    if core.A_log is not None and g is not None:
-        g = forms.delta_log_decay(g, core.A_log, core.dt_bias)
+    made = from_raw(core)
+    q, k, g, beta, state = made.q, made.k, made.g, made.beta, made.initial_state
     if core.state_v_first and state is not None:
         state = state.mT
     options: dict[str, Any] = {"scale": core.scale, "initial_state": state, "output_final_state": True}

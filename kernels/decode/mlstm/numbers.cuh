@@ -9,34 +9,13 @@
 #include <type_traits>
 
 #include "decode/mlstm/params.h"
+#include "decode/numbers.cuh"
 
 namespace tfla_tk::decode {
 
 __device__ inline float widened(float x) { return x; }
 __device__ inline float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float widened(__half x) { return __half2float(x); }
-
-template <class T> __device__ inline T narrowed(float x) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)
-        return __float2bfloat16_rn(x);
-    else if constexpr (std::is_same_v<T, __half>)
-        return __float2half_rn(x);
-    else
-        return x;
-}
-
-__device__ inline void store_number(void* data, DType dtype, std::int64_t at, float x) {
-    switch (dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[at] = narrowed<__nv_bfloat16>(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(data)[at] = narrowed<__half>(x);
-            break;
-        default:
-            static_cast<float*>(data)[at] = x;
-    }
-}
 
 // A number of run-time dtype, loaded as the aligned word that holds it and converted when it is used. NOTES:
 // a branch, or two loads under opposite predicates, would wait for one number before the next one is loaded.

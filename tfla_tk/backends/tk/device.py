@@ -31,6 +31,12 @@ HOPPER = (9, 0)
 _log = logging.getLogger("tfla_tk")
 
 
+def known_sizes(device: torch.device, *sizes: Any) -> tuple[int, ...] | None:
+    """Sizes and the number of the device, to tell kernels by; None where torch.compile has symbols."""
+    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    return None if symbolic or device.index is None else (*sizes, device.index)
+
+
 def not_on_a_gpu(device: torch.device) -> Support:
     """The refusal of tensors that are elsewhere."""
     return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")

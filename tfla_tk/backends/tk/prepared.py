@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk.operands import Operand, descriptor_strides
-from tfla_tk.core.layout import ADDRESS_BITS, MaybeTensor
+from tfla_tk.backends.tk.operands import Gate, Operand, descriptor_strides
+from tfla_tk.core.layout import ADDRESS_BITS, DTYPES, MaybeTensor
 
 # what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
 
+NO_GATE: Gate = (0, 0, 0, 0, 0)
 _SCRATCH_ALIGNMENT = 256  # bytes
 
 
@@ -30,6 +31,17 @@ class Addresses:
         """The prepared address of the next tensor's first byte, to which bytes may be added; 0 for none."""
         self._count += 1
         return self._count << ADDRESS_BITS if given else 0
+
+
+def number(core: Any) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones.
+
+    Args:
+        core: of a family, a NamedTuple whose last tensor is cu_seqlens.
+    """
+    addresses, count = Addresses(), core._fields.index("cu_seqlens") + 1
+    at = [addresses.next(given=x is not None) for x in core[:count]]
+    return core._make([*at, *core[count:]]), addresses
 
 
 def aligned(size: int) -> int:
@@ -110,3 +122,16 @@ def operand_at(address: int, x: Tensor) -> Operand:
     assert strides is not None
     batch, row, head = strides
     return address, batch, head, row
+
+
+def gate_at(address: int, x: MaybeTensor) -> Gate:
+    """x [B, T, HV] at a prepared address."""
+    if x is None:
+        return NO_GATE
+    batch, row, head = x.stride()
+    return address, batch, head, row, DTYPES[x.dtype]
+
+
+def per_head_at(address: int, x: MaybeTensor, channels: int = 1) -> Gate:
+    """x [HV channels] at a prepared address; channels of a head are its rows."""
+    return NO_GATE if x is None else (address, 0, channels * x.stride(0), x.stride(0), DTYPES[x.dtype])

@@ -1,6 +1,7 @@
 // Producer warps of the walks for the gradients of q and k: loads, factors of the gates, stores.
 #pragma once
 
+#include "common/bulk_load.cuh"
 #include "delta_rule/backward/states/turns.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -165,7 +166,8 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
                     auto& to = smem.earlier.low[walker];
                     kittens::tma::expect_bytes(arrived, sizeof(to));
                     for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
-                        load_low_bytes(to[result], low_place<C>(g, task, chunk, walker, result), arrived);
+                        load_bulk(&to[result], low_place<C>(g, task, chunk, walker, result), sizeof(LowBytes),
+                                  arrived);
                 }
         };
         auto wait_walker = [&](int walker) {  // until it has read the results before these

@@ -18,15 +18,6 @@ __device__ inline LowBytes* low_place(const StatesGlobals& g, const StatesTask& 
     return g.low + result * g.low_of_result + column * g.slots + task.first_slot + chunk;
 }
 
-// Starts the copy of low bytes to shared memory; they complete `arrived`.
-__device__ inline void load_low_bytes(LowBytes& to, const LowBytes* from, semaphore& arrived) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-            shared_address(&to)),
-        "l"(__cvta_generic_to_global(from)), "n"(sizeof(LowBytes)), "r"(shared_address(&arrived))
-        : "memory");
-}
-
 // Of one walker. result: as for low_place.
 template <class C> struct Turns {
     using W = StatesWalker<C>;

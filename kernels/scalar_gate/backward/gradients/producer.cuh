@@ -2,18 +2,10 @@
 // the last chunk to the first.
 #pragma once
 
+#include "common/bulk_load.cuh"
 #include "scalar_gate/backward/gradients/config.cuh"
 
 namespace tfla_tk::mlstm {
-
-// Starts a copy to shared memory; 16-byte aligned.
-__device__ inline void load_bulk(void* to, const void* from, uint32_t bytes, semaphore& arrived) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-            shared_address(to)),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(&arrived))
-        : "memory");
-}
 
 // The gates of a step's chunk, and e, which is 0 past the last token.
 template <class C>

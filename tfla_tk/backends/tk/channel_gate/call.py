@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, laid_out, multiprocessors
+from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, laid_out, multiprocessors, sizes_of
 from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
@@ -50,26 +50,16 @@ class Shape(NamedTuple):
     @staticmethod
     def of(core: GLACore) -> Shape:
         """Of a call."""
-        batch, seq, heads, dim_v = core.v.shape
-        offsets, device = core.cu_seqlens, core.q.get_device()
-        sequences = batch if offsets is None else offsets.shape[0] - 1
+        sizes = sizes_of(core.q, core.v, core.cu_seqlens)
         return Shape(
-            sequences=sequences,
-            batch=batch,
-            heads=heads,
-            seq=seq,
-            dim_k=core.q.shape[3],
-            dim_v=dim_v,
-            half=core.q.dtype == torch.float16,
-            device=device,
-            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            **sizes,
             cut=segments.find(
-                sequences,
-                seq,
-                heads * -(-dim_v // _SLICE_V),
-                multiprocessors(device),
-                _COSTS[64 if core.q.shape[3] <= 64 else 128],
-                packed=offsets is not None,
+                sizes["sequences"],
+                sizes["seq"],
+                sizes["heads"] * -(-sizes["dim_v"] // _SLICE_V),
+                multiprocessors(sizes["device"]),
+                _COSTS[64 if sizes["dim_k"] <= 64 else 128],
+                packed=core.cu_seqlens is not None,
                 batch_invariant=core.batch_invariant,
             ),
             batch_invariant=core.batch_invariant,

@@ -19,17 +19,16 @@ from tfla_tk.backends.tk.operands import (
     laid_out,
     memory_rate,
     multiprocessors,
+    sizes_of,
     strides,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Launch, Scratch
+from tfla_tk.backends.tk.prepared import Launch, Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import (
     CHUNK,
     DELTA_SLICE_COLUMNS,
-    DTYPES,
     SEGMENT_CHUNKS,
     Cut,
-    MaybeTensor,
     chunk_slots,
 )
 
@@ -44,7 +43,6 @@ _CYCLES = {1: 1830, 2: 2770}
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
 _HALF = 2  # bytes of a number of 16 bits
-NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
@@ -76,21 +74,11 @@ class Shape(_Sizes):
         Args:
             trains: the call is a backward, or a forward that keeps what one reads.
         """
-        batch, seq, heads, dim_v = core.v.shape
-        offsets = core.cu_seqlens
         return Shape(
-            sequences=batch if offsets is None else offsets.shape[0] - 1,
-            slots=chunk_slots(seq, offsets),
-            batch=batch,
-            heads=heads,
-            seq=seq,
-            dim_k=core.q.shape[3],
-            dim_v=dim_v,
-            group=heads // core.q.shape[2],
-            half=core.q.dtype == torch.float16,
-            device=core.q.get_device(),
-            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
-            packed=offsets is not None,
+            **sizes_of(core.q, core.v, core.cu_seqlens),
+            slots=chunk_slots(core.v.shape[1], core.cu_seqlens),
+            group=core.v.shape[2] // core.q.shape[2],
+            packed=core.cu_seqlens is not None,
             batch_invariant=core.batch_invariant,
             decays=core.g is not None,
             trains=trains,
@@ -398,18 +386,3 @@ def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
     """
     likes = None if read is core else strides(*core[:8])
     return likes, laid_out(read.q, read.v, read.cu_seqlens, *read[:9]), read[9:]
-
-
-def number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
-    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
-    addresses = Addresses()
-    at = [addresses.next(given=x is not None) for x in core[:9]]
-    return DeltaRuleCore._make([*at, *core[9:]]), addresses
-
-
-def gate_at(address: int, x: MaybeTensor) -> Gate:
-    """x [B, T, HV]."""
-    if x is None:
-        return NO_GATE
-    batch, row, head = x.stride()
-    return address, batch, head, row, DTYPES[x.dtype]

@@ -16,12 +16,20 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import kernels
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, number
+from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Shape
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
-from tfla_tk.backends.tk.prepared import Result, operand_at, starts
+from tfla_tk.backends.tk.prepared import (
+    NO_GATE,
+    Result,
+    gate_at,
+    number,
+    operand_at,
+    per_head_at,
+    starts,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
+from tfla_tk.core.layout import MaybeTensor, as_dtype
 
 
 class Wanted(NamedTuple):
@@ -173,13 +181,8 @@ def _raw(
     beta = gate_at(at.beta, core.beta) if wanted.strength else NO_GATE
     if not wanted.decay:
         return q, k, (beta, NO_GATE, NO_GATE, NO_GATE)
-    of_heads = _per_head(at.A_log, core.A_log), _per_head(at.dt_bias, core.dt_bias)
+    of_heads = per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias)
     return q, k, (beta, gate_at(at.g, core.g), *of_heads)
-
-
-def _per_head(address: Any, x: MaybeTensor) -> Gate:
-    """x [HV]."""
-    return NO_GATE if x is None else (address, 0, x.stride(0), 0, DTYPES[x.dtype])
 
 
 def _floats_like(x: Tensor) -> Tensor:

@@ -32,9 +32,7 @@ from tfla_tk.backends.tk.delta_rule.call import (
     Left,
     Places,
     Shape,
-    gate_at,
     layout,
-    number,
     readable,
 )
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
@@ -45,7 +43,7 @@ from tfla_tk.backends.tk.operands import (
     current_stream,
     strides,
 )
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, gate_at, number, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like

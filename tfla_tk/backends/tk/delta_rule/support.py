@@ -38,10 +38,8 @@ def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
-    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
-    if symbolic or call.device.index is None:
-        return _kernels_of, dims, options, None
-    return _kernels_of, dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
+    known = device.known_sizes(call.device, *sizes)
+    return _kernels_of, dims, options, known and (*known, call.varlen, call.batch_invariant)
 
 
 def _kernels_of(

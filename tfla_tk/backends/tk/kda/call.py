@@ -5,15 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
-from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same, operand_at
+from tfla_tk.backends.tk.operands import as_operand, as_state, laid_out, multiprocessors, sizes_of
+from tfla_tk.backends.tk.prepared import Scratch, are_same, gate_at, operand_at, per_head_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.kda import KDACore
-from tfla_tk.core.layout import CHUNK, DTYPES, Cut, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import CHUNK, DTYPES, Cut, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns
 MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
@@ -21,7 +18,6 @@ MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
 _CYCLES = {1: 1830, 2: 2770}
 # what is made of g: codes of KdaGate
 _LOG, _SOFTPLUS, _SIGMOID = range(3)
-_NO_GATE: Gate = (0, 0, 0, 0, 0)
 
 
 class _Sizes(NamedTuple):
@@ -44,20 +40,10 @@ class Shape(_Sizes):
     @staticmethod
     def of(core: KDACore) -> Shape:
         """Of a call."""
-        batch, seq, heads, dim_v = core.v.shape
-        offsets = core.cu_seqlens
         return Shape(
-            sequences=batch if offsets is None else offsets.shape[0] - 1,
-            slots=chunk_slots(seq, offsets),
-            batch=batch,
-            heads=heads,
-            seq=seq,
-            dim_k=core.q.shape[3],
-            dim_v=dim_v,
-            group=heads // core.q.shape[2],
-            half=core.q.dtype == torch.float16,
-            device=core.q.get_device(),
-            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            **sizes_of(core.q, core.v, core.cu_seqlens),
+            slots=chunk_slots(core.v.shape[1], core.cu_seqlens),
+            group=core.v.shape[2] // core.q.shape[2],
         )
 
     def with_offsets(self, address: int) -> tuple[int, ...]:
@@ -125,15 +111,7 @@ def readable(core: KDACore) -> KDACore:
 
 def layout(core: KDACore) -> Any:
     """All that the launches of a call depend on but for addresses."""
-    of_tensors = [None if x is None else (x.shape, x.stride(), x.dtype) for x in core[:9]]
-    return core.q.get_device(), *of_tensors, core[9:]
-
-
-def number(core: KDACore) -> tuple[Any, Addresses]:
-    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
-    addresses = Addresses()
-    at = [addresses.next(given=x is not None) for x in core[:9]]
-    return KDACore._make([*at, *core[9:]]), addresses
+    return laid_out(core.q, core.v, core.cu_seqlens, *core[:9]), core[9:]
 
 
 def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
@@ -141,19 +119,8 @@ def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
     q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
     gate = _LOG if not core.is_raw else _SOFTPLUS if core.lower_bound is None else _SIGMOID
     return (
-        *(q, k, g, DTYPES[core.g.dtype], beta_at(at.beta, core.beta)),
+        *(q, k, g, DTYPES[core.g.dtype], gate_at(at.beta, core.beta)),
         *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
         *(gate, core.lower_bound or 0.0, core.scale),
         *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
     )
-
-
-def beta_at(address: int, x: Tensor) -> Gate:
-    """x [B, T, HV]."""
-    batch, row, head = x.stride()
-    return address, batch, head, row, DTYPES[x.dtype]
-
-
-def per_head_at(address: int, x: MaybeTensor, channels: int = 1) -> Gate:
-    """x [HV channels]."""
-    return _NO_GATE if x is None else (address, 0, channels * x.stride(0), x.stride(0), DTYPES[x.dtype])

@@ -25,11 +25,10 @@ from tfla_tk.backends.tk.kda.call import (
     Shape,
     inputs_at,
     layout,
-    number,
     readable,
 )
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, number, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.kda import KDACore
 from tfla_tk.core.errors import UnsupportedError

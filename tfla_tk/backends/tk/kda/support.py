@@ -64,9 +64,7 @@ def _key(call: KDACall) -> tuple[Any, ...]:
     """The arguments of `_kernels_of`: plain numbers, the head dims alone where torch.compile has sizes as
     symbols."""
     dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-    sizes = call.sequences, call.value_heads, call.seq
-    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
-    known = None if symbolic or call.device.index is None else (*sizes, call.device.index)
+    known = device.known_sizes(call.device, call.sequences, call.value_heads, call.seq)
     return dims, (call.dtype == torch.float16, call.requires_grad), known
 
 

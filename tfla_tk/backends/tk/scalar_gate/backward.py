@@ -41,7 +41,7 @@ from tfla_tk.backends.tk.operands import (
     multiprocessors,
     strides,
 )
-from tfla_tk.backends.tk.prepared import Addresses, are_same, starts
+from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, are_same, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches, walks
 from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
@@ -353,7 +353,7 @@ def _operand(address: int, x: Tensor, *, heads_last: bool) -> Operand:
 def _gate(address: int, x: MaybeTensor, v: Tensor, *, heads_last: bool) -> Gate:
     """A gate or its gradient as the kernels take it; with the heads last its sizes may be fewer than v's."""
     if x is None:
-        return tk_forward.NO_GATE
+        return NO_GATE
     if heads_last:
         x = x.expand(v.shape[:3]).transpose(1, 2)
     return address, *x.stride(), DTYPES[x.dtype]

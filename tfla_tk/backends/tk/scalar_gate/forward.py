@@ -24,7 +24,7 @@ from tfla_tk.backends.tk.operands import (
     multiprocessors,
     pointer,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Scratch, are_same
+from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, Scratch, are_same
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
@@ -72,7 +72,6 @@ class Left(NamedTuple):
 FwdResult: TypeAlias = tuple[Any, ...]
 
 NARROW_SLICE = 64
-NO_GATE = (0, 0, 0, 0, 0)
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
