@@ -32,7 +32,7 @@ template <class T, int kDimK> struct ChunkOfWalk {
     PanelTile<T, kChunk, kDimK> reads;                            // K_F
     PanelTile<T, kChunk, kChunk> a;
     Columns values[kGroups], d_out[kGroups], solved[kGroups];
-    State state, state_gradient;
+    State state, state_gradient;  // they arrive as StateFragments
 };
 
 // dP or dL, in fp32 rounded to tf32. NOTES: four more columns, so that operands of mma.sync are read without
@@ -53,7 +53,7 @@ enum OperandOfBlock : int { kKeysToEnd, kQueriesFromBegin, kKeysFromBegin, kOper
 template <class T, int kDimK> struct GradientsMemory {
     static constexpr int kParts = kDimK / kPart;
     PanelTile<T, kChunk, kDimK> queries, keys;
-    alignas(1024) float gates[kParts][kChunk][kPart];  // as those of MatricesInputs
+    alignas(1024) float gates[kParts][kChunk][kPart];  // as those of MatricesInputs, at last dg
     // What is made of the walk's tiles replaces them.
     union {
         ChunkOfWalk<T, kDimK> walk;
@@ -65,12 +65,12 @@ template <class T, int kDimK> struct GradientsMemory {
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];
     Factors<kDimK> factors;
-    float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
     float bias[kDimK];
     alignas(16) float flow[kGroups * 4][kDimK];  // <S, dS'> over a warp's columns of V
     float strength[kGroups * 4][kChunk];         // sum of U' R' over these
     float block_sums[kBlocks][kDimK];            // of a block: what dg of all earlier tokens gets
     float block_flow[kBlocks][kDimK];            // sum of k dK_G e^{b_L - b}
+    float later[kBlocks][kDimK];                 // what dg gets besides the sums within a block
     float row_dots[2][kParts][kChunk];           // q dq and k dk
     float bias_sums[kBlocks][kDimK];
     float rate_sums[kParts][kBlocks];
@@ -79,7 +79,7 @@ template <class T, int kDimK> struct GradientsMemory {
 };
 
 // b of a token and channel of a part, once the gates are summed up.
-__device__ inline float b_at(const float (&gates)[kChunk][kPart], int token, int channel) {
+template <class Gates> __device__ inline auto& b_at(Gates& gates, int token, int channel) {
     return gates[token][channel ^ (8 * (token % 4))];
 }
 

@@ -30,14 +30,26 @@ template <class T, int kDimK> struct ColumnsOfV {
 
     const GradientsGlobals& g;
     GradientsMemory<T, kDimK>& smem;
-    const int head, slot;  // head: of all batch entries
     const int group, warp;
+    Fragment state[kStateSteps], gradient[kStateSteps];  // S^T, dS'^T
+
+    // Their tiles replace them once all warps have taken theirs.
+    __device__ inline void take_states() {
+        constexpr int kLanes = StateFragments<kDimK>::kLanes;
+        const int first = (group * 4 + warp) * kStateSteps * kLanes + fresh_laneid();
+        auto take = [&](Fragment(&to)[kStateSteps], const auto& from) {
+            each<0, kStateSteps>([&](int k) {
+                reinterpret_cast<uint4&>(to[k].tiles[0][0].data) =
+                    reinterpret_cast<const uint4*>(&from)[first + k * kLanes];
+            });
+        };
+        take(state, smem.walk.state), take(gradient, smem.walk.state_gradient);
+    }
 
     __device__ inline void run() {
-        Fragment state[kStateSteps];
-        load_states(state);
+        leave_states();
         rt_fl<16, kChunk> x;
-        read_state(x, state);
+        read_state(x);
         Fragment tokens[kTokenSteps];
         subtract_reads(x, tokens);
         erase(x, tokens);
@@ -45,20 +57,9 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 
   private:
-    // S^T, to registers and with dS'^T to shared memory; <S, dS'>.
-    __device__ inline void load_states(Fragment (&state)[kStateSteps]) {
-        using Fragments = StateFragments<kDimK>;
+    // Both to their tiles; <S, dS'>.
+    __device__ inline void leave_states() {
         const int lane = fresh_laneid(), row = group * kWalkerColumns + warp * 16;
-        auto* const states = static_cast<uint4*>(const_cast<void*>(g.params.states));
-        auto* const gradients = static_cast<uint4*>(const_cast<void*>(g.params.state_gradients));
-        const uint4* const from = Fragments{states, g.slots, g.groups}.at(head, slot, group, warp, 0, lane);
-        const uint4* const of_gradients =
-            Fragments{gradients, g.slots, g.groups}.at(head, slot, group, warp, 0, lane);
-        Fragment gradient[kStateSteps];
-        each<0, kStateSteps>([&](int k) {
-            reinterpret_cast<uint4&>(state[k].tiles[0][0].data) = from[k * Fragments::kLanes];
-            reinterpret_cast<uint4&>(gradient[k].tiles[0][0].data) = of_gradients[k * Fragments::kLanes];
-        });
         constexpr int kRows = kGroups * kWalkerColumns;
         each<0, kStateSteps>([&](int k) {
             auto &s = state[k].tiles[0][0].data, &ds = gradient[k].tiles[0][0].data;
@@ -74,7 +75,7 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 
     // X^T = S^T K_F^T
-    __device__ inline void read_state(rt_fl<16, kChunk>& x, Fragment (&state)[kStateSteps]) {
+    __device__ inline void read_state(rt_fl<16, kChunk>& x) {
         const auto rows = Operand128B::rows(&smem.walk.reads);
         forget(x);
         each<0, kStateSteps>([&](int k) {

@@ -246,10 +246,11 @@ template <class T, int kDimK> struct Within {
             *reinterpret_cast<const T*>(bytes + panel_offset(token, channel / 8) + channel % 8 * sizeof(T)));
     }
     __device__ inline float key(int token, int channel) const {
-        return smem.key_norms[token] * number_at(smem.keys, part, token, channel);
+        return smem.factors.key_norms[token] * number_at(smem.keys, part, token, channel);
     }
     __device__ inline float query(int token, int channel) const {
-        return g.params.of.scale * smem.query_norms[token] * number_at(smem.queries, part, token, channel);
+        return g.params.of.scale * smem.factors.query_norms[token] *
+               number_at(smem.queries, part, token, channel);
     }
     __device__ inline Four keys_of_results(int tile) const {
         return Four().change([&](float, int r, int e) { return key(row_of_result(r), out(tile) + e); });
