@@ -65,7 +65,7 @@ template <class T, int kDimK> struct GradientsMemory {
     };
     float total[kParts][kBlocks][kPart], middle[kParts][kBlocks][kPart];
     Factors<kDimK> factors;
-    float bias[kDimK];
+    alignas(16) float bias[kDimK];
     alignas(16) float flow[kGroups * 4][kDimK];  // <S, dS'> over a warp's columns of V
     float strength[kGroups * 4][kChunk];         // sum of U' R' over these
     float block_sums[kBlocks][kDimK];            // of a block: what dg of all earlier tokens gets
@@ -76,6 +76,12 @@ template <class T, int kDimK> struct GradientsMemory {
     float rate_sums[kParts][kBlocks];
     float rate;  // e^{A_log}
     semaphore inputs_arrived, walk_arrived;
+
+    // Of a lane and eight channels: dq (of s q), dk, and sums of what dg is made of over later tokens of the
+    // block.
+    __device__ inline float4& result(int part, int block, int kind, int tile, int lane) {
+        return within.operands[part][block][kind].results[tile][lane];
+    }
 };
 
 // b of a token and channel of a part, once the gates are summed up.

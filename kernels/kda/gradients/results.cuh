@@ -23,6 +23,13 @@ struct GateSlope {
     }
 };
 
+__device__ inline void load_eight(float (&x)[8], const float* from) {
+    each<0, 2>([&](int n) {
+        const float4 four = reinterpret_cast<const float4*>(from)[n];
+        x[4 * n] = four.x, x[4 * n + 1] = four.y, x[4 * n + 2] = four.z, x[4 * n + 3] = four.w;
+    });
+}
+
 // Eight neighbours of a row of gates, as they are or as numbers.
 struct EightGates {
     uint4 bits[2];
@@ -73,6 +80,12 @@ struct EightGates {
     }
 };
 
+// A row of dq or dk is of_gradient d - of_row x, with d the gradient with respect to `scale` times the normed
+// row x.
+struct RowOfGradients {
+    float of_gradient, of_row;
+};
+
 template <class T, int kDimK> struct Results {
     using T2 = typename base_types::packing<T>::packed_type;
     using Memory = GradientsMemory<T, kDimK>;
@@ -107,8 +120,14 @@ template <class T, int kDimK> struct Results {
             EightGates raw;
             load_raw(raw, 0);
             sum_up_later();
-#pragma unroll 1
-            for (int tile = 0; tile < kTiles8; tile++) finish_channels(tile);
+            RowOfGradients rows[2][2];  // of q and k
+            each<0, 2>([&](int r) {
+                const int row = warp * kBlock + lane / 4 + 8 * r;
+                rows[0][r] = row_of(0, row, smem.factors.query_norms[row], g.params.of.scale);
+                rows[1][r] = row_of(1, row, smem.factors.key_norms[row], 1.f);
+            });
+#pragma unroll 2
+            for (int tile = 0; tile < kTiles8; tile++) finish_channels(tile, rows);
             __syncwarp();
             store_rows(raw);
         }
@@ -140,18 +159,16 @@ template <class T, int kDimK> struct Results {
     }
 
     // Of eight channels and the block: dq, dk and dg, in the places of q, k and b.
-    __device__ inline void finish_channels(int tile) const {
-        const Within<T, kDimK> within{g, smem, group, warp, lane};
-        const Four dq(within.result(0, tile)), dk(within.result(1, tile)), sums(within.result(2, tile));
+    __device__ inline void finish_channels(int tile, const RowOfGradients (&rows)[2][2]) const {
+        auto result = [&](int kind) { return Four(smem.result(group, warp, kind, tile, lane)); };
+        const Four dq = result(0), dk = result(1), sums = result(2);
         const int channel = 8 * tile + lane % 4 * 2;
         const float2 later = *reinterpret_cast<const float2*>(&smem.later[warp][group * kPart + channel]);
         bool closed[2][2];
         each<0, 2>([&](int r) {
             const int row = warp * kBlock + lane / 4 + 8 * r;
-            finish_pair(smem.queries, row, tile, smem.factors.query_norms[row], g.params.of.scale, 0,
-                        {dq.x[2 * r], dq.x[2 * r + 1]});
-            finish_pair(smem.keys, row, tile, smem.factors.key_norms[row], 1.f, 1,
-                        {dk.x[2 * r], dk.x[2 * r + 1]});
+            finish_pair(smem.queries, row, tile, rows[0][r], {dq.x[2 * r], dq.x[2 * r + 1]});
+            finish_pair(smem.keys, row, tile, rows[1][r], {dk.x[2 * r], dk.x[2 * r + 1]});
             closed[r][0] = is_closed(row, channel), closed[r][1] = is_closed(row, channel + 1);
         });
         __syncwarp();  // all have read b
@@ -183,19 +200,19 @@ template <class T, int kDimK> struct Results {
         write_pair(smem.later[warp], channel, sum);
         __syncwarp();
     }
-    // A pair of dq or dk, of the gradient d with respect to `scale` times the normed row.
+    __device__ inline RowOfGradients row_of(int kind, int row, float norm, float scale) const {
+        float dot = 0.f;
+        for (int part = 0; part < Memory::kParts; part++) dot += smem.row_dots[kind][part][row];
+        return {scale * norm, norm * norm * dot};
+    }
     template <class Tile>
-    __device__ inline void finish_pair(Tile& tile, int row, int unit, float norm, float scale, int kind,
-                                       float2 d) const {
+    __device__ inline void finish_pair(Tile& tile, int row, int unit, RowOfGradients of, float2 d) const {
         char* const panel = reinterpret_cast<char*>(&tile.data[group]);
         T2& place = *reinterpret_cast<T2*>(panel + panel_offset(row, unit) + lane % 4 * sizeof(T2));
-        float2 x{scale * norm * d.x, scale * norm * d.y};
+        float2 x{of.of_gradient * d.x, of.of_gradient * d.y};
         if (g.params.of.l2norm) {
-            float dot = 0.f;
-            for (int part = 0; part < Memory::kParts; part++) dot += smem.row_dots[kind][part][row];
-            const float by = norm * norm * dot;
             const float2 raw = to_float2(place);
-            x = {x.x - by * raw.x, x.y - by * raw.y};
+            x = {x.x - of.of_row * raw.x, x.y - of.of_row * raw.y};
         }
         place = from_float2<T2>(x);
     }
@@ -215,7 +232,7 @@ template <class T, int kDimK> struct Results {
             };
             store(g.params.dq, smem.queries), store(g.params.dk, smem.keys);
             float dg[8];
-            each<0, 8>([&](int c) { dg[c] = b_at(smem.gates[group], row, channel % kPart + c); });
+            load_eight(dg, &b_at(smem.gates[group], row, channel % kPart));
             if (g.params.of.gate != KdaGate::log) through_gates(dg, raw, of_rate);
             each<0, 8>([&](int c) { of_bias[c] += dg[c]; });
             EightGates::store(g.params.dg, g.params.of.g_type, start_of(g.params.dg, row) + channel, dg);
@@ -232,11 +249,12 @@ template <class T, int kDimK> struct Results {
     }
     __device__ inline void through_gates(float (&dg)[8], const EightGates& raw, float& of_rate) const {
         const KdaMatricesParams& p = g.params.of;
-        float x[8];
+        float x[8], bias[8];
         raw.to_numbers(x, p.g_type);
-        const float slope = GateScale(p, smem.rate).slope;
+        load_eight(bias, &smem.bias[stored_channel()]);
+        const float rate = smem.rate, slope = GateScale(p, rate).slope;
         each<0, 8>([&](int c) {
-            const GateSlope of(p, slope * x[c] + smem.bias[stored_channel() + c], smem.rate);
+            const GateSlope of(p, slope * x[c] + bias[c], rate);
             of_rate += dg[c] * of.of_rate, dg[c] *= of.of_raw;
         });
     }

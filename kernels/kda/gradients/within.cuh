@@ -79,16 +79,32 @@ __device__ inline bool is_of_level(int i, int j, int n) { return (i ^ j) >= n &&
 __device__ inline int end_of_left(int token, int n) { return (token & ~(2 * n - 1)) | (n - 1); }
 
 template <class T, int kDimK> struct Within {
+    using T2 = typename base_types::packing<T>::packed_type;
     using Memory = GradientsMemory<T, kDimK>;
     using A = uint32_t[4];
 
     const GradientsGlobals& g;
     Memory& smem;
     const int part, block, lane;
+    float query_factors[2], key_factors[2];  // of the lane's rows of results: s r and r, of l2norm
+
+    __device__ inline Within(const GradientsGlobals& g, Memory& smem, int part, int block, int lane)
+        : g(g), smem(smem), part(part), block(block), lane(lane) {
+        each<0, 2>([&](int r) {
+            query_factors[r] = query_factor(row_of_result(r));
+            key_factors[r] = smem.factors.key_norms[row_of_result(r)];
+        });
+    }
 
     // Step 4: operands of the block.
     __device__ inline void scale_operands() const {
-#pragma unroll 1
+        const auto& of = smem.factors;
+        float of_query[2][2], of_key[2][2];  // factors of the lane's tokens
+        each<0, 4>([&](int n) {
+            const int token = token_of_operand(n / 2, n % 2);
+            of_query[n / 2][n % 2] = query_factor(token), of_key[n / 2][n % 2] = of.key_norms[token];
+        });
+#pragma unroll 2
         for (int tile = 0; tile < kTiles8; tile++) {
             const int channel = 8 * tile + lane / 4;
             const float end = smem.total[part][block][channel];
@@ -97,11 +113,13 @@ template <class T, int kDimK> struct Within {
                 float of_keys[2], from_begin[2], of_queries[2];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const int token = block * kBlock + 8 * step + lane % 4 + 4 * n;
-                    const float b = b_at(token, channel), up = exp2f(b), k = key(token, channel);
+                    const int token = token_of_operand(step, n);
+                    const float b = b_at(token, channel), up = exp2f(b);
+                    const float k = of_key[step][n] * number_at(smem.keys, token, channel);
+                    const float q = of_query[step][n] * number_at(smem.queries, token, channel);
                     of_keys[n] = rounded_to_tf32(k * exp2f(end - b));
                     from_begin[n] = rounded_to_tf32(k * up);
-                    of_queries[n] = rounded_to_tf32(query(token, channel) * up);
+                    of_queries[n] = rounded_to_tf32(q * up);
                 }
                 auto leave = [&](OperandOfBlock which, const float (&x)[2]) {
                     smem.within.operands[part][block][which].of[step][tile][lane] = {x[0], x[1]};
@@ -178,24 +196,21 @@ template <class T, int kDimK> struct Within {
         sum_up();
     }
 
-    // Of eight channels: dq (of s q), dk, and sums of what dg is made of over later tokens of the block.
-    __device__ inline float4& result(int kind, int tile) const {
-        return smem.within.operands[part][block][kind].results[tile][lane];
-    }
-
   private:
+    __device__ inline float4& result(int kind, int tile) const {
+        return smem.result(part, block, kind, tile, lane);
+    }
     // dg's sums, then the pairs of a token with itself, which no gate is between; q dq and k dk of rows.
     // NOTES: a loop, through shared memory: unrolled it would not fit the instruction cache.
     __device__ inline void sum_up() const {
         float dots[2][2] = {};  // of q and k, per row
-#pragma unroll 1
+        const Four own = Four().change([&](float, int r, int) { return smem.within.own[row_of_result(r)]; });
+#pragma unroll 2
         for (int tile = 0; tile < kTiles8; tile++) {
             const Four q = queries_of_results(tile), k = keys_of_results(tile);
             Four dq(result(0, tile)), dk(result(1, tile)), writers(result(2, tile));
             Four of_gates = q * dq;
             of_gates.add_product(k, dk), of_gates.add_product(k, writers.negative());
-            const Four own =
-                Four().change([&](float, int r, int) { return smem.within.own[row_of_result(r)]; });
             dq.add_product(own, k), writers.add_product(own, q);
             dk = dk + writers;
 #pragma unroll
@@ -212,6 +227,9 @@ template <class T, int kDimK> struct Within {
 
     // --- numbers of a lane. As results it has rows lane / 4 and + 8 and two channels from `out` on.
 
+    __device__ inline int token_of_operand(int step, int n) const {
+        return block * kBlock + 8 * step + lane % 4 + 4 * n;
+    }
     __device__ inline int row_of_result(int r) const { return block * kBlock + lane / 4 + 8 * r; }
     __device__ inline int out(int tile) const { return 8 * tile + lane % 4 * 2; }
     __device__ inline float b_at(int token, int channel) const {
@@ -233,30 +251,48 @@ template <class T, int kDimK> struct Within {
         return sum;
     }
     __device__ inline Four bits_of_results(int tile) const {
-        return Four().change([&](float, int r, int e) { return b_at(row_of_result(r), out(tile) + e); });
+        auto pair = [&](int r) {
+            return *reinterpret_cast<const float2*>(
+                &kda::b_at(smem.gates[part], row_of_result(r), out(tile)));
+        };
+        return {pair(0), pair(1)};
     }
     __device__ inline Four bits_to_end(int tile, const Four& b) const {
         return b.negative().plus_channels(totals(block, tile));
     }
-    // Of q or k, normed; q also scaled.
+    // Of q or k as they are.
     template <class Tile>
-    __device__ static inline float number_at(const Tile& tile, int panel, int token, int channel) {
-        const char* const bytes = reinterpret_cast<const char*>(&tile.data[panel]);
-        return static_cast<float>(
-            *reinterpret_cast<const T*>(bytes + panel_offset(token, channel / 8) + channel % 8 * sizeof(T)));
+    __device__ inline const T* place_of(const Tile& tile, int token, int channel) const {
+        const char* const bytes = reinterpret_cast<const char*>(&tile.data[part]);
+        return reinterpret_cast<const T*>(bytes + panel_offset(token, channel / 8) + channel % 8 * sizeof(T));
     }
-    __device__ inline float key(int token, int channel) const {
-        return smem.factors.key_norms[token] * number_at(smem.keys, part, token, channel);
+    template <class Tile> __device__ inline float number_at(const Tile& tile, int token, int channel) const {
+        return static_cast<float>(*place_of(tile, token, channel));
     }
-    __device__ inline float query(int token, int channel) const {
-        return g.params.of.scale * smem.factors.query_norms[token] *
-               number_at(smem.queries, part, token, channel);
+    template <class Tile>
+    __device__ inline Four rows_of_results(const Tile& tile, const float (&factors)[2], int at) const {
+        auto row = [&](int r) {
+            const float2 x =
+                to_float2(*reinterpret_cast<const T2*>(place_of(tile, row_of_result(r), out(at))));
+            return float2{factors[r] * x.x, factors[r] * x.y};
+        };
+        return {row(0), row(1)};
     }
+    // Normed; q also scaled.
     __device__ inline Four keys_of_results(int tile) const {
-        return Four().change([&](float, int r, int e) { return key(row_of_result(r), out(tile) + e); });
+        return rows_of_results(smem.keys, key_factors, tile);
     }
     __device__ inline Four queries_of_results(int tile) const {
-        return Four().change([&](float, int r, int e) { return query(row_of_result(r), out(tile) + e); });
+        return rows_of_results(smem.queries, query_factors, tile);
+    }
+    __device__ inline float query_factor(int token) const {
+        return g.params.of.scale * smem.factors.query_norms[token];
+    }
+    __device__ inline float key(int token, int channel) const {
+        return smem.factors.key_norms[token] * number_at(smem.keys, token, channel);
+    }
+    __device__ inline float query(int token, int channel) const {
+        return query_factor(token) * number_at(smem.queries, token, channel);
     }
     __device__ inline bool is_mild() const {
         auto of = [&](const auto& x) { return *reinterpret_cast<const float2*>(&x[part][block][2 * lane]); };
