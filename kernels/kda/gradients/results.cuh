@@ -126,7 +126,7 @@ template <class T, int kDimK> struct Results {
                 rows[0][r] = row_of(0, row, smem.factors.query_norms[row], g.params.of.scale);
                 rows[1][r] = row_of(1, row, smem.factors.key_norms[row], 1.f);
             });
-#pragma unroll 2
+#pragma unroll 1
             for (int tile = 0; tile < kTiles8; tile++) finish_channels(tile, rows);
             __syncwarp();
             store_rows(raw);

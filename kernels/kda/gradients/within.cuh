@@ -104,7 +104,7 @@ template <class T, int kDimK> struct Within {
             const int token = token_of_operand(n / 2, n % 2);
             of_query[n / 2][n % 2] = query_factor(token), of_key[n / 2][n % 2] = of.key_norms[token];
         });
-#pragma unroll 2
+#pragma unroll 1
         for (int tile = 0; tile < kTiles8; tile++) {
             const int channel = 8 * tile + lane / 4;
             const float end = smem.total[part][block][channel];
@@ -205,7 +205,7 @@ template <class T, int kDimK> struct Within {
     __device__ inline void sum_up() const {
         float dots[2][2] = {};  // of q and k, per row
         const Four own = Four().change([&](float, int r, int) { return smem.within.own[row_of_result(r)]; });
-#pragma unroll 2
+#pragma unroll 1
         for (int tile = 0; tile < kTiles8; tile++) {
             const Four q = queries_of_results(tile), k = keys_of_results(tile);
             Four dq(result(0, tile)), dk(result(1, tile)), writers(result(2, tile));
