@@ -84,7 +84,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         "fused_recurrent_gated_delta_rule_packed_decode",
         RecurrentCore(
             q, k, v, a, b, A_log, dt_bias, initial_state, None, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, True,
+            use_qk_l2norm_in_kernel, True, False, None, True,
         ),
         out,
         Slots(ssm_state_indices, None, _first_index(first_index)),
@@ -179,7 +179,7 @@ def fused_sigmoid_gating_delta_rule_update(
         "fused_sigmoid_gating_delta_rule_update",
         RecurrentCore(
             q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, True,
+            use_qk_l2norm_in_kernel, True, False, None, True,
         ),
         o,
         Slots(ssm_state_indices[:sequences], accepted, _first_index(first_index)),

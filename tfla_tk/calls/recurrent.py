@@ -23,7 +23,8 @@ class RecurrentCore(NamedTuple):
         q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
         g: log decay [B, T, HV] or [B, T, HV, K]; with A_log what it is made from; None: nothing decays.
         beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
-        A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
+        A_log: [HV], or None. dt_bias: [HV], with a decay per key channel [HV K], or None. With A_log or
+            lower_bound the log decay is made of g as of a `KDACore`.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number
             of packed sequences.
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
@@ -31,6 +32,7 @@ class RecurrentCore(NamedTuple):
         scale: of q.
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
+        lower_bound: as of a `KDACore`.
         output_final_state: the state after the last token is wanted.
     """
 
@@ -48,6 +50,7 @@ class RecurrentCore(NamedTuple):
     qk_l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
+    lower_bound: float | None
     output_final_state: bool
 
     @property
@@ -58,12 +61,7 @@ class RecurrentCore(NamedTuple):
     @property
     def is_raw(self) -> bool:
         """The log decay is to be made of g."""
-        return self.g is not None and self.A_log is not None
-
-    @property
-    def lower_bound(self) -> None:
-        """Of the log decay: there is none."""
-        return None
+        return self.g is not None and (self.A_log is not None or self.lower_bound is not None)
 
     @property
     def sequences(self) -> int:

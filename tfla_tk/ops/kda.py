@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.nn.functional import pad
 
 from tfla_tk.calls.kda import KDACall, KDACore
 from tfla_tk.core import flops
-from tfla_tk.core.layout import MaybeTensor, state_dtype
+from tfla_tk.core.layout import state_dtype
 from tfla_tk.ops.delta_rule import by_reference, from_raw, gradients
 from tfla_tk.ops.head_dims import STEP, as_asked
 from tfla_tk.ops.linear import Family, LinearOps
@@ -56,13 +55,6 @@ class KDAOps(LinearOps):
             core = core._replace(dt_bias=rows.flatten())
         found: KDACore = super()._padded(call, core)
         return found
-
-
-def log_decay(call: KDACall, g: Tensor, a_log: MaybeTensor, dt_bias: MaybeTensor) -> Tensor:
-    """The log decay of a call, made of raw gates on the host: for kernels that take no raw ones."""
-    import tfla_tk.reference as forms
-
-    return forms.delta_log_decay(g, a_log, dt_bias, call.lower_bound) if call.gate == "raw" else g
 
 
 def _core(call: KDACall, tensors: Sequence[Any]) -> KDACore:

@@ -145,9 +145,18 @@ def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTen
         core.qk_l2norm,
         core.beta_sigmoid,
         core.neg_eigval,
+        _gate(core),
+        core.lower_bound or 0.0,
         where,
         current_stream(where),
     )
+
+
+def _gate(core: RecurrentCore) -> int:
+    """DecodeGate in kernels/decode/params.h."""
+    if not core.is_raw:
+        return 0
+    return 1 if core.lower_bound is None else 2
 
 
 def _columns(indices: Tensor, slots: Slots) -> tuple[Any, ...]:
