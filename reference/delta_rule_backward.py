@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .common import BackwardForm, States, full_precision, log_decay_gradient
-from .delta_rule import chunk_decay
+from .common import BackwardForm, States, full_precision
+from .decay import chunk_decay
 from .linear import run_backward
 
 
@@ -98,7 +98,7 @@ def _chunk_forward(
         q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g: [B, H, L] or [B, H, L, K]. beta: [B, H, L].
         s: [B, H, K, V], enters the chunk.
     """
-    decay = chunk_decay(g, per_channel=g.dim() == q.dim())
+    decay = chunk_decay(g, q)
     overlap = decay.products(k, k).tril(-1)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
     system = identity + beta[..., None] * overlap
@@ -144,12 +144,6 @@ def _chunk_backward(
     dk_left = of_erasures + decay.from_left(dpairs, k)
     dk_right = of_writes + decay.from_right(dscores, q) + decay.from_right(dpairs, k)
     received, sent, passed = q * of_reads + k * of_erasures, k * of_writes, whole * s * ds
-    if decay.per_channel:
-        queries, keys = q.mT[..., None], k.mT[..., None]
-        flows = decay.pairs * keys.mT * (dscores[:, :, None] * queries + dpairs[:, :, None] * keys)
-        dg = log_decay_gradient(flows, received.mT, sent.mT, passed.sum(-1)).mT
-    else:
-        flows = decay.pairs * (dscores * (q @ k.mT) + dpairs * (k @ k.mT))
-        dg = log_decay_gradient(flows, received.sum(-1), sent.sum(-1), passed.sum((-1, -2)))
+    dg = decay.gradient([(dscores, q), (dpairs, k)], k, received, sent, passed)
     dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
     return dq, dk_left + dk_right, dv, dg, dbeta, ds_in

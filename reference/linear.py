@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from einops import rearrange, repeat
 from torch import Tensor
 
@@ -86,6 +88,23 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if groups == 1:
         return q, k
     return repeat(q, "b t h k -> b t (h n) k", n=groups), repeat(k, "b t h k -> b t (h n) k", n=groups)
+
+
+class LinearGrads(NamedTuple):
+    """Gradients of linear attention, each in the dtype and shape of its input.
+
+    Attributes:
+        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
+        dg: that of the log decay, [B, T, HV], or [B, T, HV, K] per channel; its sum over B and T is that of a
+            decay per head.
+        dh0: that of the initial state.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dh0: Tensor
 
 
 def run_backward(
