@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.calls.delta_rule import DeltaRuleCall, check_delta_rule
+from tfla_tk.calls.delta_rule import check_delta_rule
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
@@ -34,29 +34,9 @@ _OPTIONS = (
 _path = CallPath(
     "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
 )
-# what the checks get of a function that has none of these
-WITHOUT_GATE = {
-    "g": None,
-    "A_log": None,
-    "dt_bias": None,
-    "use_gate_in_kernel": False,
-    "use_beta_sigmoid_in_kernel": False,
-    "allow_neg_eigval": False,
-    "state_v_first": False,
-    "gated": False,
-}
 
 
-def _describe_delta_rule(**arguments: Any) -> tuple[str, DeltaRuleCall]:
-    return _path.describe(**arguments, **WITHOUT_GATE)
-
-
-def _describe_gated(*, chunk_indices: Any, cp_context: Any, **arguments: Any) -> tuple[str, DeltaRuleCall]:
-    check_no_context(cp_context)
-    return _path.describe(**arguments, gated=True)
-
-
-@operator(_describe_delta_rule)
+@operator
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -96,7 +76,7 @@ def chunk_delta_rule(
     )
 
 
-@operator(_describe_gated)
+@operator
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

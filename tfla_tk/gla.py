@@ -20,7 +20,7 @@ _path = CallPath(
 )
 
 
-@operator(_path.describe)
+@operator
 def chunk_gla(
     q: Tensor,
     k: Tensor,

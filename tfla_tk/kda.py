@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.kda import KDACall, check_kda
+from tfla_tk.calls.kda import check_kda
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
@@ -48,13 +48,7 @@ _path = CallPath(
 )
 
 
-def _describe(*, cp_context: Any, **arguments: Any) -> tuple[str, KDACall]:
-    check_no_context(cp_context)
-    _check_inference(arguments["return_intermediate_states"])
-    return _path.describe(**arguments)
-
-
-@operator(_describe)
+@operator
 def chunk_kda(
     q: Tensor,
     k: Tensor,

@@ -5,12 +5,12 @@ Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
+from tfla_tk.calls.mlstm import check_mlstm
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
@@ -37,15 +37,7 @@ _chunkwise = CallPath(
 )
 
 
-def _describe_exp(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return _chunkwise.describe(sigmoid_gate=False, normalize=True, **arguments)
-
-
-def _describe_sig(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return _chunkwise.describe(sigmoid_gate=True, **arguments)
-
-
-@operator(_describe_exp)
+@operator
 def mlstm_chunkwise(
     q: Tensor,
     k: Tensor,
@@ -131,7 +123,7 @@ def mlstm_chunkwise(
     return h, (c, n, m)
 
 
-@operator(_describe_sig)
+@operator
 def mlstm_siging_chunkwise(
     q: Tensor,
     k: Tensor,

@@ -64,40 +64,7 @@ _delta_rule = _Path(delta_rule._path, check_delta_rule)
 _kda = _Path(kda._path, check_kda, kda.OPTIONS)
 
 
-def _describe_gla(*, gk: Any, gv: Any, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(gv=gv, reverse=reverse)
-    return _gla.describe(g=gk, **arguments)
-
-
-def _describe_simple_gla(*, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(reverse=reverse)
-    return _simple_gla.describe(chunk_size=None, **arguments)
-
-
-def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
-    g_gamma = simple_gla.decay_of_heads(arguments["v"])
-    return _describe_simple_gla(g=None, g_gamma=g_gamma, **arguments)
-
-
-def _describe_delta_rule(*, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    beta = _given(beta, arguments["v"], 1.0)
-    without_gate = delta_rule.WITHOUT_GATE
-    return _delta_rule.describe(beta=beta, chunk_size=None, **without_gate, **arguments)
-
-
-def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(gk=gk, gv=gv)
-    v = arguments["v"]
-    return _delta_rule.describe(
-        g=g if arguments["use_gate_in_kernel"] else _given(g, v, 0.0),
-        beta=_given(beta, v, 1.0),
-        chunk_size=None,
-        gated=True,
-        **arguments,
-    )
-
-
-@operator(_describe_gla)
+@operator
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -137,7 +104,7 @@ def fused_recurrent_gla(
     return result
 
 
-@operator(_describe_simple_gla)
+@operator
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -171,7 +138,7 @@ def fused_recurrent_simple_gla(
     return result
 
 
-@operator(_describe_retention)
+@operator
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,
@@ -204,7 +171,7 @@ def fused_recurrent_retention(
     return result
 
 
-@operator(_describe_delta_rule)
+@operator
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -247,7 +214,7 @@ def fused_recurrent_delta_rule(
     return result
 
 
-@operator(_describe_gated)
+@operator
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -314,7 +281,7 @@ def fused_recurrent_gated_delta_rule(
     return result
 
 
-@operator(_kda.describe)
+@operator
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,

@@ -17,7 +17,7 @@ import torch
 from tfla_tk.backends.registry import family_module
 from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
-from tfla_tk.core.dispatch import choose
+from tfla_tk.core.dispatch import Described, choose
 from tfla_tk.core.memo import CallMemo
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
@@ -70,11 +70,6 @@ class CallPath:
         self._layout = layout
         self._warned: set[str] = set()
 
-    def describe(self, **arguments: Any) -> tuple[str, Any]:
-        """(name, description of the call) of a call's arguments by keyword, `backend` among them or not."""
-        arguments.pop("backend", None)
-        return self.name, self._check(**arguments)
-
     def serve(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """What a call of the public function `op` computes, by its backend."""
         return self.plans.of(tensors, options, partial(self._make_plan, op)).serve(*tensors)
@@ -88,6 +83,9 @@ class CallPath:
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
         call = self._check(**arguments)
+        if isinstance(backend, Described):
+            backend.kernel, backend.call = self.name, call
+            raise backend
         if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
             self._warn_of_swapped(op, call, arguments)
         name, variant = choose(op, self.name, call, backend)

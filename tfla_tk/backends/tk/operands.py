@@ -107,23 +107,3 @@ def strides(*tensors: MaybeTensor) -> tuple[Any, ...]:
 
 def _dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def sizes_of(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor) -> dict[str, Any]:
-    """Sizes of a call as the kernels are told them, by name. Heads are those of v.
-
-    Args:
-        q: [B, T, H, K]. v: [B, T, HV, V]. cu_seqlens: [N + 1] or None.
-    """
-    batch, seq, heads, dim_v = v.shape
-    return {
-        "sequences": batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "batch": batch,
-        "heads": heads,
-        "seq": seq,
-        "dim_k": q.shape[3],
-        "dim_v": dim_v,
-        "half": q.dtype == torch.float16,
-        "device": q.get_device(),
-        "packed_64bit": cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
-    }

@@ -53,6 +53,19 @@ def of_scale(call: LinearCall) -> Support | None:
     return Support(False, f"scale = {call.scale}, the kernels take positive ones", remedy)
 
 
+def of_call(
+    call: LinearCall, variant: str | None, most: tuple[int, int], *more: Support | None
+) -> Support | None:
+    """Why the kernels of an operator in [B, T, H, D] do not take a call, or None; ValueError for a variant.
+
+    Args:
+        most: K and V. more: further refusals.
+    """
+    check_variant(variant)
+    of_metadata = together(of_operands(call), of_head_dims(call, *most), *more)
+    return of_metadata or of_count("value heads", call.sequences * call.value_heads)
+
+
 def of_count(heads: str, count: int) -> Support | None:
     """Why there are too many sequences of all heads, or None; packed ones may be empty.
 

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.call import (
+    OPERANDS,
     Shape,
     Slice,
     launch_segments,
-    layout,
-    readable,
     slices_of_k,
     slices_of_v,
 )
@@ -35,7 +34,17 @@ from tfla_tk.backends.tk.operands import (
     current_stream,
     strides,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, are_same, operand_at, starts
+from tfla_tk.backends.tk.prepared import (
+    Addresses,
+    Result,
+    Results,
+    Scratch,
+    are_same,
+    layout_of,
+    operand_at,
+    readable,
+    starts,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -68,10 +77,10 @@ def _run(
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
     likes = None if given is core else strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = needs_dg, likes, strides(do, dht), cut, layout(core)
+    key = needs_dg, likes, strides(do, dht), cut, layout_of(core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = readable(core), as_operand(do), as_state(dht)
+        read, dout, last = readable(core, OPERANDS), as_operand(do), as_state(dht)
         if not are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
@@ -114,9 +123,8 @@ class Backward:
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         dout = operand_at(addresses.next(), do)
         dht_at = addresses.next(given=dht is not None)
-        results = [Result.like(x, "meta") for x in given[:4]]
-        self._are_direct = all(x.is_direct for x in results[: 4 if needs_dg else 3])
-        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = Results(given[:4], addresses)
+        dq, dk, dv, dg = self._results.operands
         dh0_at = addresses.next(given=core.initial_state is not None)
         kept_at, scratch = addresses.next(), Scratch(addresses.next())
         of, of_gates = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
@@ -186,23 +194,18 @@ class Backward:
         """`backward` of these tensors."""
         at = starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
-            return _run(self._needs_dg, given, readable(core), kept, as_operand(do), as_state(dht))
-        results = [torch.empty_like(x) for x in (given.q, given.k, given.v)]
-        if self._needs_dg:
-            results.append(torch.empty_like(given.g))
-        written = results if self._are_direct else [Result.of(x).written for x in results]
-        dg = written[3] if self._needs_dg else None
+            return _run(self._needs_dg, given, readable(core, OPERANDS), kept, as_operand(do), as_state(dht))
+        results, written = self._results.allocate(given[: 4 if self._needs_dg else 3])
+        *of_operands, dg = written if self._needs_dg else (*written, None)
         initial = given.initial_state
         dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
         dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
-        at += starts(*written[:3], dg, dh0_written, borders, scratch)
+        at += starts(*of_operands, dg, dh0_written, borders, scratch)
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
-        dq, dk, dv = results[:3]
-        dg = results[3] if self._needs_dg else None
+        Results.fill(results, written)
+        dq, dk, dv, dg = results if self._needs_dg else (*results, None)
         return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
 
 

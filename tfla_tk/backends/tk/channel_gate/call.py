@@ -7,19 +7,20 @@ by which they are carried from border to border. Slots are the segments less the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, laid_out, multiprocessors, sizes_of
-from tfla_tk.backends.tk.prepared import Launch
+from tfla_tk.backends.tk.operands import Operand, multiprocessors
+from tfla_tk.backends.tk.prepared import Launch, Sizes
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut
 
+OPERANDS = ("q", "k", "v", "g")  # of a `GLACore`
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 _SLICE_V = 128  # of V, of a CTA of the forward, at most
@@ -50,20 +51,18 @@ class Shape(NamedTuple):
     @staticmethod
     def of(core: GLACore) -> Shape:
         """Of a call."""
-        sizes = sizes_of(core.q, core.v, core.cu_seqlens)
-        return Shape(
-            **sizes,
-            cut=segments.find(
-                sizes["sequences"],
-                sizes["seq"],
-                sizes["heads"] * -(-sizes["dim_v"] // _SLICE_V),
-                multiprocessors(sizes["device"]),
-                _COSTS[64 if sizes["dim_k"] <= 64 else 128],
-                packed=core.cu_seqlens is not None,
-                batch_invariant=core.batch_invariant,
-            ),
-            batch_invariant=core.batch_invariant,
+        sizes = Sizes.of(core)
+        cut = segments.find(
+            sizes.sequences,
+            sizes.seq,
+            sizes.heads * -(-sizes.dim_v // _SLICE_V),
+            multiprocessors(sizes.device),
+            _COSTS[64 if sizes.dim_k <= 64 else 128],
+            packed=sizes.packed,
+            batch_invariant=sizes.batch_invariant,
         )
+        own = {name: getattr(sizes, name) for name in Shape._fields if name != "cut"}
+        return Shape(**own, cut=cut)
 
     def with_offsets(self, address: int) -> tuple[int, ...]:
         """With the address of the offsets, 0 for none."""
@@ -116,25 +115,6 @@ class Shape(NamedTuple):
     def states_walk(self, walk: str) -> Instance:
         """The kernel of a walk over the states."""
         return instances.gla_states(walk, self.tile_v, self.half, self.walkers_of_states)
-
-
-def readable(core: GLACore) -> GLACore:
-    """The tensors as they lie where the kernels can take them so, else copies."""
-    offsets = core.cu_seqlens
-    return GLACore(
-        as_operand(core.q),
-        as_operand(core.k),
-        as_operand(core.v),
-        as_operand(core.g),
-        as_state(core.initial_state),
-        None if offsets is None else offsets.contiguous(),
-        *core[6:],
-    )
-
-
-def layout(core: GLACore) -> Any:
-    """All that the launch of a call depends on but for addresses."""
-    return laid_out(core.q, core.v, core.cu_seqlens, *core[:6]), core[6:]
 
 
 class Slice(NamedTuple):

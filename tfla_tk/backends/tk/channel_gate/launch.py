@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
-from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, launch_segments, layout, readable, slices_of_k
+from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice, launch_segments, slices_of_k
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, are_same, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, layout_of, operand_at, readable, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
@@ -41,9 +41,9 @@ def forward(
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    core = readable(core)
+    core = readable(core, OPERANDS)
     options = {"output_final_state": output_final_state, "keep": keep}
-    key = output_final_state, keep, layout(core)
+    key = output_final_state, keep, layout_of(core)
     return _forwards.of(key, lambda: Forward(core, **options))(*core[:6])
 
 
@@ -51,7 +51,7 @@ def prepare(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
     """`forward` of the tensors of all calls whose tensors lie like these."""
-    if are_same(readable(core), core):
+    if readable(core, OPERANDS) is core:
         return Forward(core, output_final_state=output_final_state, keep=keep)
     options = core[6:]
     return lambda *tensors: forward(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Left, Places, Shape
-from tfla_tk.backends.tk.prepared import NO_GATE, Launch, Scratch
+from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape
+from tfla_tk.backends.tk.prepared import NO_GATE, NO_OPERAND, Launch, Scratch
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_KEYS_WARPS

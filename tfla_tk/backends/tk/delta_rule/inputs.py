@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import kernels
-from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Shape
+from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import (
     NO_GATE,
+    NO_OPERAND,
     Result,
     gate_at,
     number,

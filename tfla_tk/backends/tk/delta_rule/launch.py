@@ -27,23 +27,22 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs, kernels
 from tfla_tk.backends.tk.delta_rule.backward import launches_of
-from tfla_tk.backends.tk.delta_rule.call import (
-    NO_OPERAND,
-    Left,
-    Places,
-    Shape,
-    layout,
-    readable,
-)
+from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape, layout
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    as_operand,
-    as_state,
-    current_stream,
-    strides,
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream, strides
+from tfla_tk.backends.tk.prepared import (
+    NO_OPERAND,
+    Launch,
+    Result,
+    Results,
+    Scratch,
+    gate_at,
+    left_for,
+    number,
+    operand_at,
+    readable,
+    starts,
 )
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, gate_at, number, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
@@ -205,19 +204,12 @@ class Backward:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
             at[:9] = starts(*made[:9])
-        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
-        if left is None or left.numel() != self._kept_layout[0]:
-            _, _, kept = forward(made, output_final_state=False, keep=True)
-            assert kept is not None
-            (left,) = kept.tensors
-        assert left is not None
-        left_at = starts(left)
-        if left_at[0] % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
-            left = left.clone(memory_format=torch.contiguous_format)
-            left_at = starts(left)
+        left = left_for(
+            kept, self._kept_layout, lambda: forward(made, output_final_state=False, keep=True)[2]
+        )
         if self._walks is None:
             self._walks = Walks(given, made, do, dht, needs_dg=self._needs_dg)
-        at += left_at
+        at += starts(left)
         found = self._walks(given, made, at)
         if not any(self._wanted):
             return found
@@ -232,7 +224,7 @@ class Walk:
     def __init__(self, core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core, trains=keep)
         self._device = shape.device
-        self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        self._last_shape = shape.state_shape
         self._output_final_state = output_final_state
         kernel = build.load(instances.DELTA_RULE, *kernels.of_forward(shape))
         at, addresses = number(core)
@@ -302,9 +294,8 @@ class Walks:
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
-        results = [Result.like(x, "meta") for x in given[:3]]
-        self._are_direct = all(x.is_direct for x in results)
-        dq, dk, dv = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = Results(given[:3], addresses)
+        dq, dk, dv = self._results.operands
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
         scratch = Scratch(addresses.next())
@@ -339,8 +330,7 @@ class Walks:
 
     def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore, at: list[int]) -> Gradients:
         """The gradients of a call whose tensors, do, dht and what the forward has kept begin at `at`."""
-        results = [torch.empty_like(x) for x in given[:3]]
-        written = results if self._are_direct else [Result.of(x).written for x in results]
+        results, written = self._results.allocate(given[:3])
         dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
         dbeta = torch.empty_like(given.beta)
         initial = given.initial_state
@@ -348,10 +338,8 @@ class Walks:
         scratch = core.v.new_empty(self._scratch_size)
         at += starts(*written, dg, dbeta, None if dh0 is None else dh0.written, scratch)
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
-        dq, dk, dv = results
-        return dq, dk, dv, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
+        Results.fill(results, written)
+        return *results, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
 
 
 _FLOAT = torch.float32.itemsize

@@ -12,24 +12,14 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.support import Support, together
+from tfla_tk.core.support import Support
 
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
-    refusals.check_variant(variant)
-    return (
-        together(
-            refusals.of_operands(call),
-            refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
-            refusals.of_scale(call),
-        )
-        or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or device.supports(call.device, *kernels_for(call))
-    )
+    """Whether the kernels serve a call, on a CUDA device alone; ValueError for a variant."""
+    most = max(instances.DELTA_TILES), instances.MAX_DIM_V
+    refusal = refusals.of_call(call, variant, most, refusals.of_scale(call))
+    return refusal or device.supports(call.device, *kernels_for(call))
 
 
 def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:

@@ -19,16 +19,20 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.kda.call import (
-    MOST_TRAINED_V,
-    Left,
-    Shape,
-    inputs_at,
-    layout,
-    readable,
-)
+from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Left, Shape, inputs_at
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, number, operand_at, starts
+from tfla_tk.backends.tk.prepared import (
+    Launch,
+    Result,
+    Results,
+    Scratch,
+    layout_of,
+    left_for,
+    number,
+    operand_at,
+    readable,
+    starts,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.kda import KDACore
 from tfla_tk.core.errors import UnsupportedError
@@ -37,6 +41,8 @@ from tfla_tk.core.memo import Memo
 
 Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
+
+_OPERANDS = ("q", "k", "v", "g")
 
 
 def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
@@ -50,13 +56,10 @@ def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
     """
     if keep:
         _check_trainable(core)
-    read = readable(core)
-    key = output_final_state, keep, layout(read)
-    prepared = _forwards.get(key)
-    if prepared is None:
-        prepared = Forward(read, output_final_state=output_final_state, keep=keep)
-        _forwards.keep(key, prepared)
-    return prepared(*read[:9])
+    read = readable(core, _OPERANDS)
+    options = {"output_final_state": output_final_state, "keep": keep}
+    key = output_final_state, keep, layout_of(read)
+    return _forwards.of(key, lambda: Forward(read, **options))(*read[:9])
 
 
 def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
@@ -67,7 +70,7 @@ def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[
         given = KDACore._make((*tensors, *options))
         return forward(given, output_final_state=output_final_state, keep=keep)
 
-    if readable(core) is not core:
+    if readable(core, _OPERANDS) is not core:
         return run_any
     if keep:
         _check_trainable(core)
@@ -105,13 +108,10 @@ def backward(
         RuntimeError: A launch was refused.
     """
     _check_trainable(core)
-    read, dout, last = readable(core), as_operand(do), as_state(dht)
+    read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)
     likes = None if read is core else tuple(x.stride() for x in core[:4])
-    key = needs_gates, likes, dout.stride(), last is None, layout(read)
-    prepared = _backwards.get(key)
-    if prepared is None:
-        prepared = Backward(core, read, dout, last, needs_gates=needs_gates)
-        _backwards.keep(key, prepared)
+    key = needs_gates, likes, dout.stride(), last is None, layout_of(read)
+    prepared = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
     return prepared(core, read, kept, dout, last)
 
 
@@ -128,8 +128,7 @@ class Forward:
     def __init__(self, core: KDACore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core)
         self._device = shape.device
-        of_state = shape.sequences, shape.heads, shape.dim_k, shape.dim_v
-        self._last_shape = of_state if output_final_state else None
+        self._last_shape = shape.state_shape if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
@@ -181,9 +180,8 @@ class Backward:
         sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
         left = Left.of(kernel, sizes, kept, keep=True)
         self._kept_layout = (kept.bytes // core.v.itemsize,)
-        results = [Result.like(x, "meta") for x in given[:4]]
-        self._are_direct = all(x.is_direct for x in results)
-        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = Results(given[:4], addresses)
+        dq, dk, dv, dg = self._results.operands
         dbeta_at, dh0_at = addresses.next(), addresses.next(given=core.initial_state is not None)
         # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
         per_chunk = (shape.batch, shape.heads, shape.slots)
@@ -219,16 +217,10 @@ class Backward:
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
         """`backward` of these tensors."""
-        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
-        if left is None or left.numel() != self._kept_layout[0]:
-            _, _, kept = forward(core, output_final_state=False, keep=True)
-            assert kept is not None
-            (left,) = kept.tensors
-        assert left is not None
-        if left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
-            left = left.clone(memory_format=torch.contiguous_format)
-        results = [torch.empty_like(x) for x in given[:4]]
-        written = results if self._are_direct else [Result.of(x).written for x in results]
+        left = left_for(
+            kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
+        )
+        results, written = self._results.allocate(given[:4])
         dbeta = core.beta.new_empty(core.beta.shape, dtype=torch.float32)
         initial = given.initial_state
         dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
@@ -241,8 +233,7 @@ class Backward:
         )  # fmt: skip
         assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        Results.fill(results, written)
         *of_operands, dg = results
         return (
             *of_operands,
