@@ -39,14 +39,7 @@ class Ablated(Operator):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Both kernels of every mLSTM, at each of the main shapes, with the options of compare.add_run_arguments.
-
-    Returns:
-        the exit status.
-
-    Raises:
-        ValueError: no GPU, or options that do not go together.
-    """
+    """Both kernels of every mLSTM, at each of the main shapes; returns the exit status."""
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
     variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in SCHEDULES]

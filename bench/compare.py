@@ -125,11 +125,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison that the options describe; returns the exit status.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
+    """Run the comparison that the options describe; returns the exit status."""
     on_gpu = torch.cuda.is_available()
     check_named([OPERATORS[op] for op in args.op], args.backends, rivals=True)
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
@@ -151,11 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
-    """Those of the shapes that an operator has; what is left out is told.
-
-    Raises:
-        UsageError: it has none of them.
-    """
+    """Those of the shapes that an operator has; what is left out is told."""
     found: list[Shape] = []
     for shape in shapes:
         try:
@@ -176,9 +168,6 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
 
     Args:
         args: the options of `add_run_arguments`.
-
-    Raises:
-        UsageError: options that do not go together, or a file that cannot be written.
     """
     console = report.make_console()
     record = record_path(args)
@@ -237,11 +226,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def record_path(args: argparse.Namespace) -> Path | None:
-    """Where --update-results writes; refuses figures that are not fit for the record.
-
-    Raises:
-        UsageError: no GPU, --quick, or no commit.
-    """
+    """Where --update-results writes; UsageError for figures that are not fit for the record."""
     if not args.update_results:
         return None
     if not torch.cuda.is_available():

@@ -30,9 +30,6 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
     Args:
         function: one of FLA_OPS.
         q, k: [B, T, H, K]. v: [B, T, HV, V]. gates: [B, T, HV].
-
-    Raises:
-        UnsupportedError: FLA is not installed, or its kernels cannot run here.
     """
     if not (q.is_cuda or env.TRITON_INTERPRET.get() == "1"):
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
@@ -44,11 +41,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
 
 
 def _load(module: str) -> Any:
-    """A module of FLA whose functions run kernels of its own.
-
-    Raises:
-        UnsupportedError: it is not installed, or its dispatch is on and offers calls to kernels of others.
-    """
+    """A module of FLA whose functions run kernels of its own."""
     if find_package("fla") is None or find_package("triton") is None:
         raise UnsupportedError(VARIANT, "fla-core is not installed", "pip install 'tfla_tk[baselines]'")
     # read by FLA on import

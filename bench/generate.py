@@ -120,11 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the models, print their tables and keep the rows; returns the exit status.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
+    """Run the models, print their tables and keep the rows; returns the exit status."""
     record = compare.record_path(args)
     check_outputs(args)
     device = environment.current_device()

@@ -76,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check what the options describe; returns the exit status.
-
-    Raises:
-        UsageError: a backend or a shape that cannot be checked, or a file that cannot be written.
-    """
+    """Check what the options describe; returns the exit status."""
     device = environment.current_device()
     on_gpu = device.type == "cuda"
     check_named([OPERATORS[op] for op in args.op], args.backends)

@@ -77,9 +77,6 @@ def linear_inputs(
     Returns:
         q, k [B, T, H, K], v [B, T, HV, V], g, beta, A_log, dt_bias in the order of the functions' arguments,
         and cu_seqlens where sequences are packed.
-
-    Raises:
-        ValueError: another layout.
     """
     if layout != LAYOUTS[0]:
         raise ValueError(f"layout: expected {LAYOUTS[0]}, [B, T, H, D] has no other here; got {layout!r}")

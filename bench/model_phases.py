@@ -212,11 +212,7 @@ recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def bindings(model: nn.Module, variant: str) -> Bound:
-    """What the model's mLSTM layers call on a variant; `bind` puts it in.
-
-    Raises:
-        ValueError: an unknown variant.
-    """
+    """What the model's mLSTM layers call on a variant; `bind` puts it in."""
     layers = list(modules.backends_of(model).values())
     if variant not in BASELINES:
         xlstm.replace(model, backend=variant)

@@ -104,9 +104,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the phases, print their tables and keep the rows; returns the exit status.
 
     A run that is cut off leaves the rows of the phases before.
-
-    Raises:
-        UsageError: options that do not go together.
     """
     if args.layers is not None and args.layers < 1:
         raise UsageError(f"--layers: expected a positive number, got {args.layers}")

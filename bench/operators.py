@@ -128,11 +128,7 @@ class Operator:
         return cost(self.name, shape, which, itemsize)
 
     def check_shape(self, shape: Shape) -> None:
-        """Whether the operator has such calls.
-
-        Raises:
-            UsageError: names the argument of the shape.
-        """
+        """UsageError where the operator has no such calls."""
         if shape.HV is not None and not self.has_value_heads:
             raise UsageError(
                 f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"

@@ -123,11 +123,7 @@ def has_summary(path: Path) -> bool:
 
 
 def update(path: Path, rows: Sequence[Row]) -> bool:
-    """Replace what stands between each pair of markers of a file; returns whether the file changed.
-
-    Raises:
-        ValueError: no marker is there, or one is repeated, without its other one or before it.
-    """
+    """Replace what stands between each pair of markers of a file; returns whether the file changed."""
     text = new = path.read_text(encoding="utf-8")
     regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
     if not any(marker in text for *markers, _ in regions for marker in markers):

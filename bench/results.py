@@ -102,11 +102,7 @@ def record_path(gpu: str) -> Path:
 
 
 def validate(row: Any) -> None:
-    """Check one row against the format.
-
-    Raises:
-        ValueError: names the key, what was expected and what came.
-    """
+    """Check one row against the format."""
     if not isinstance(row, dict):
         raise ValueError(f"row: expected an object, got {row!r}")
     missing = [key for key in REQUIRED if key not in row]
@@ -202,11 +198,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file, validated; none where there is no file.
-
-    Raises:
-        ValueError: it is no JSON list of valid rows.
-    """
+    """The rows of a file, validated; none where there is no file."""
     if not path.exists():
         return []
     try:

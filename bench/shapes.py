@@ -163,9 +163,6 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     Args:
         text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V, and behind
             them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000.
-
-    Raises:
-        ValueError: neither a set nor a shape.
     """
     found: dict[Shape, None] = {}
     for item in (part.strip() for part in text.split(",")):
@@ -200,9 +197,6 @@ def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
         op: a name of COSTS.
         which: "fwd", or "fwdbwd" for the sum of forward and backward.
         itemsize: bytes per element of q, k, v.
-
-    Raises:
-        ValueError: no formula stands for the operator, or it has no such pass.
     """
     if op not in COSTS:
         raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")

@@ -141,9 +141,6 @@ def run(args: argparse.Namespace) -> int:
     """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
 
     Without a GPU the reference alone.
-
-    Raises:
-        UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
     contests = []

@@ -46,11 +46,7 @@ def positive(text: str) -> int:
 
 
 def listed(text: str) -> list[str]:
-    """The names of a comma-separated list, each once.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The names of a comma-separated list, each once."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise ValueError("expected at least one, got none")
@@ -103,11 +99,7 @@ def add_options(parser: argparse.ArgumentParser, *options: str, **changes: Any) 
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Whether the files that the options name can be written, to be asked before a long run.
-
-    Raises:
-        UsageError: one cannot be written.
-    """
+    """UsageError where a file that the options name cannot be written; to be asked before a long run."""
     for name in ("json", "csv", "plot"):
         path: Path | None = getattr(args, name, None)
         if path is not None:

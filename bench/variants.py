@@ -58,9 +58,6 @@ def find_variants(
             (triton:xl_chunk_128); None takes every family on a GPU and the reference's forms without one.
         on_gpu: the family reference is its chunkwise form on a GPU, every form elsewhere.
         rivals: with those of RIVALS that compute the operator, which are no backends of the public functions.
-
-    Raises:
-        UsageError: a name that is a backend of no operator.
     """
     check_named(list(OPERATORS.values()), backends, rivals=rivals)
     every = (COMPARED if rivals else FAMILIES) if on_gpu else ("reference",)
@@ -85,14 +82,11 @@ def find_variants(
 def check_named(
     operators: Sequence[Operator], backends: Sequence[str] | None, *, rivals: bool = False
 ) -> None:
-    """Whether each backend that the user named is one of at least one of the operators.
+    """UsageError where a backend that the user named is one of none of the operators.
 
     Args:
         backends: as the user gave them, None where nothing was.
         rivals: as `find_variants` takes it.
-
-    Raises:
-        UsageError: names the option, what was expected and what came.
     """
     families = COMPARED if rivals else FAMILIES
     for name in backends or ():

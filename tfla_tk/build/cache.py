@@ -67,11 +67,7 @@ def name_of(artifact: Artifact) -> str:
 
 
 def modules_dir() -> Path:
-    """Where compiled modules are kept; the directory is the user's own.
-
-    Raises:
-        BuildError: There is no home directory for the cache.
-    """
+    """Where compiled modules are kept; the directory is the user's own."""
     return cache_root() / "modules"
 
 
@@ -124,9 +120,6 @@ def source_key(artifact: Artifact, kittens: str) -> str:
 
     Args:
         kittens: The identity of ThunderKittens.
-
-    Raises:
-        BuildError: A source cannot be read, or includes what a macro names.
     """
     if isinstance(artifact, Instance):
         text = source_of([artifact]), sorted(artifact.launcher.defines)
@@ -145,11 +138,7 @@ def headers_of(artifacts: Iterable[Artifact]) -> list[str]:
 
 def headers_key(headers: Iterable[str]) -> str:
     """A key of their content. A file is taken only where none of its kernels has changed: it would bring
-    their old code into the process.
-
-    Raises:
-        BuildError: A header cannot be read, or includes what a macro names.
-    """
+    their old code into the process."""
     return _digest_of([_source_digests(headers)])
 
 
@@ -186,9 +175,6 @@ def find_or_build(
         wanted: What to find, with its key.
         compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path
             and the ptxas log.
-
-    Raises:
-        BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
     """
     modules = modules_dir()
     with explain_os_errors(modules):

@@ -27,9 +27,6 @@ def check_exports(launcher: Launcher, found: dict[str, Any]) -> None:
 
     Args:
         found: The launcher's constants by their names.
-
-    Raises:
-        BuildError: They differ, or the launcher lacks one that its description names.
     """
     for name in launcher.exports:
         value = found.get(name, "nothing")

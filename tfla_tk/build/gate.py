@@ -86,10 +86,6 @@ def check_serialised(log: str, name: str, toolkit: str) -> None:
 
     Args:
         toolkit: The compiler, for the message.
-
-    Raises:
-        SerialisedError: Quotes the lines; the remedy names a compiler that does not, and how to take the
-            kernel as it is.
     """
     found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
     if found:

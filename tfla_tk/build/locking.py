@@ -40,11 +40,7 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def private_directory(path: Path) -> Path:
-    """Make ``path`` a directory of mode 0700 that belongs to the user.
-
-    Raises:
-        BuildError: As ``check_directory`` raises it.
-    """
+    """Make ``path`` a directory of mode 0700 that belongs to the user."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_directory(path)
     state = path.stat()
@@ -58,9 +54,6 @@ def check_directory(path: Path) -> None:
 
     The user's own directory is made private where others can write it; where they can only read it, it may be
     on a file system that cannot be written.
-
-    Raises:
-        BuildError: It is another user's, or root's and open to others.
     """
     state = path.stat()
     if state.st_uid == os.geteuid():
@@ -86,11 +79,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def cache_root() -> Path:
-    """The cache directory; it may not exist.
-
-    Raises:
-        BuildError: There is no home directory to keep it in.
-    """
+    """The cache directory; it may not exist."""
     try:
         return env.cache_dir()
     except RuntimeError as error:
@@ -98,11 +87,7 @@ def cache_root() -> Path:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether files can be made in ``path``, or it can be made; nothing is written.
-
-    Raises:
-        BuildError: There is a file, or a broken link, where a directory has to be.
-    """
+    """Whether files can be made in ``path``, or it can be made; nothing is written."""
     # a link that leads nowhere is in the way of a directory
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent

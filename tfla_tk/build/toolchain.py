@@ -101,11 +101,7 @@ def _candidates() -> Iterator[tuple[str, Path]]:
 
 
 def _probe(nvcc: Path, origin: str) -> Toolchain:
-    """Check that nvcc runs, is new enough, has its headers and finds a host compiler.
-
-    Raises:
-        BuildError: It does not; the reason names the origin.
-    """
+    """Check that nvcc runs, is new enough, has its headers and finds a host compiler."""
     try:
         return _examined(nvcc, origin)
     except OSError as error:

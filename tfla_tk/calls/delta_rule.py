@@ -106,10 +106,6 @@ def check_delta_rule(
         initial_state, options: as of `check_frame`.
         others: as the public functions have them; A_log and dt_bias are not looked at without
             use_gate_in_kernel.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
     """
     operands = check_operands(q, k, v)
     gate = "none"

@@ -50,10 +50,6 @@ def check_gla(
     Args:
         g: [B, T, H, K]. gate: its name in messages. v has the heads of q.
         initial_state, options: as of `check_frame`.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
     """
     operands = check_operands(q, k, v, grouped=False)
     check_tensor(gate, g, 4, "[B, T, H, K]")

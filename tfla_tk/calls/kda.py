@@ -116,10 +116,6 @@ def check_kda(
         initial_state, cu_seqlens, options: as of `check_frame`.
         others: as the public functions have them; A_log, dt_bias and lower_bound are not looked at without
             use_gate_in_kernel.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
     """
     operands = check_operands(q, k, v)
     check_tensor("g", g, 4, "[B, T, HV, K]")

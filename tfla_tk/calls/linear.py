@@ -111,10 +111,6 @@ def check_simple_gla(
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV]. g_gamma: [HV]. At most one of them.
         initial_state, options: as of `check_frame`.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value; g and g_gamma both.
     """
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
@@ -234,11 +230,7 @@ def check_frame(
 
 
 def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
-    """The place of a layer among all of them, from 0 to one less than their number; as Python's integers.
-
-    Raises:
-        TypeError: not an int. ValueError: out of range.
-    """
+    """The place of a layer among all of them, from 0 to one less than their number; as Python's integers."""
     expected = "an int, or g_gamma in its place"
     layer = check_int("layer_idx", layer_idx, expected)
     count = check_int("num_layers", num_layers, expected)

@@ -83,10 +83,6 @@ def check_mlstm(
             in place of B where cu_seqlens is given.
         cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
         autocast_kernel_dtype, recompute_states_in_bw: as the public functions have them.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value, an incomplete initial state.
     """
     check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
     recompute_states = check_bool("recompute_states_in_bw", recompute_states_in_bw)
@@ -134,9 +130,6 @@ def check_mlstm_step(*tensors: Any, **arguments: Any) -> MLSTMCall:
     Args:
         tensors, arguments: those of `check_mlstm_sequence`, but for q, k [B, NH, DHQK], v [B, NH, DHHV] and
             i, f [B, NH, 1].
-
-    Raises:
-        TypeError, ValueError: as in `check_mlstm_sequence`.
     """
     return check_mlstm_sequence(*tensors, **arguments, of_tokens="B, NH")
 
@@ -166,10 +159,6 @@ def check_mlstm_sequence(
         c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
         inplace: whether the state will be overwritten.
         of_tokens: the dimensions before the head dims.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
     """
     batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, of_tokens)
     state: list[ExpectedTensor] = [

@@ -62,12 +62,7 @@ def backward(
     *,
     needs_gates: bool,
 ) -> Gradients:
-    """dq, dk, dv, dg, dh0.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """dq, dk, dv, dg, dh0."""
     return _run(needs_gates, core, core, kept, do, dht)
 
 

@@ -35,12 +35,7 @@ def forward(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
     """o [B, T, H, V], the final state [N, H, K, V] or None, and with `keep` the states at the borders and the
-    cut, None where there are none.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    cut, None where there are none."""
     core = readable(core, OPERANDS)
     options = {"output_final_state": output_final_state, "keep": keep}
     key = output_final_state, keep, layout_of(core)

@@ -54,12 +54,7 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`).
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    backward reads (`Left`)."""
     read = readable(core)
     options = {"output_final_state": output_final_state, "keep": keep}
     key = output_final_state, keep, layout(core, read)
@@ -119,10 +114,6 @@ def backward(
 
     Args:
         kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
     """
     return _run(needs_gates, core, core, kept, do, dht)
 

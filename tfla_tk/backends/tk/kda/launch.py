@@ -47,13 +47,7 @@ _OPERANDS = ("q", "k", "v", "g")
 
 def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`). K up to 128, both head dims multiples of 16.
-
-    Raises:
-        UnsupportedError: V is too large for the backward, for which `keep` asks.
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    backward reads (`Left`). K up to 128, both head dims multiples of 16."""
     if keep:
         _check_trainable(core)
     read = readable(core, _OPERANDS)
@@ -101,11 +95,6 @@ def backward(
 
     Args:
         kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-
-    Raises:
-        UnsupportedError: V is too large.
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
     """
     _check_trainable(core)
     read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)

@@ -111,10 +111,6 @@ def mlstm_bwd(*args: Any) -> MaybeGrads:
     behind them what the forward has kept.
 
     Where no initial state is given its gradients are None.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
     """
     return _run_mlstm(Tensors(*args[:18]), *args[18:])
 
@@ -143,10 +139,6 @@ def run(
         tensors: where heads of v share those of q and k, dq and dk come back for every head of v.
         kept: by the forward.
         like: what some of the tensors are copies of; gradients lie like these.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
     """
     if tensors.v.numel() == 0:
         return _run_without_tokens(tensors, options)

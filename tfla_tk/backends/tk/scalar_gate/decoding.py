@@ -27,12 +27,7 @@ State = tuple[Tensor, Tensor, MaybeTensor]
 
 def with_new_state(*args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel; arguments and results are those of tfla_tk::mlstm_step where q is [B, NH, K], of
-    tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate."""
     q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
     h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, *args[12:])

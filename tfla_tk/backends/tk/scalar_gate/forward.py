@@ -115,10 +115,6 @@ def mlstm_fwd(*args: Any) -> FwdResult:
 
     What was not asked for is None. One launch, or three where sequences are cut (`segments`).
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
     """
     return run(args[:9], Options(*args[9:]))
 

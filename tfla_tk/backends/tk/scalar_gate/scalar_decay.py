@@ -24,12 +24,7 @@ FwdResult: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]
 
 
 def forward(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> FwdResult:
-    """o_t = scale q_t^T S_t with S_t = e^{g_t} S_{t-1} + k_t v_t^T, on the current stream.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    """o_t = scale q_t^T S_t with S_t = e^{g_t} S_{t-1} + k_t v_t^T, on the current stream."""
     found = tk_forward.run(_tensors(*core[:6]), _options(core, output_final_state, keep))
     return found[0], found[1], found[7]
 
