@@ -46,13 +46,8 @@ def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.devic
 
 
 def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps.
-
-    The forward keeps the inputs, h in pieces and as a whole, and one chunk's states; autograd all chunks'.
-
-    Args:
-        padded: sequences of a pair, and the length that they are padded to.
-    """
+    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps: in the
+    forward the inputs, h twice and one chunk's states, by autograd all chunks'. padded: as `Picks.padded`."""
     count, length = padded
     per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
     if which == "fwdbwd":
@@ -107,12 +102,9 @@ class Picks:
         return f"error on a part of the {' and of the '.join(parts)}" if parts else ""
 
     def take(self, operator: Operator, name: str, tensor: Tensor) -> Tensor:
-        """The picked part of an argument, of a result, or of the gradient "d<name>" of one.
-
-        Returns:
-            of a tensor of all tokens [n, heads, L, ...] in the operator's layout; of a state
-            [n, heads, ...]; of a parameter the numbers of the heads, once for each batch entry.
-        """
+        """The picked part of an argument, of a result, or of the gradient "d<name>" of one: tokens [n,
+        heads, L, ...] in the operator's layout, a state [n, heads, ...], of a parameter the numbers of the
+        heads for each batch entry."""
         if operator.is_parameter(name):
             return tensor.view(self.heads, -1)[self.head].flatten()
         if operator.is_state(name) and self.sequences is not None:

@@ -65,12 +65,8 @@ def add_problem_arguments(
     shapes: str,
     families: Sequence[str] = FAMILIES,
 ) -> None:
-    """The options that say what is computed and by which backends.
-
-    Args:
-        shapes: the default ones, in words.
-        families: what --backends names.
-    """
+    """What is computed and by which backends. shapes: the default ones, in words. families: what
+    --backends names."""
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
     add(
@@ -162,13 +158,8 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
-    """Run contests, print their tables and keep their rows; returns the exit status.
-
-    A run that is cut off leaves the rows of the contests before.
-
-    Args:
-        args: the options of `add_run_arguments`.
-    """
+    """Run contests, print their tables and keep their rows, those of a run that is cut off, too; returns
+    the exit status."""
     console = report.make_console()
     record = record_path(args)
     if args.plot:

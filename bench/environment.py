@@ -35,11 +35,8 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """What all rows of one run share: run, gpu, torch, triton, nvcc, commit, date.
-
-    Args:
-        commit: what was measured, where this is no git checkout.
-    """
+    """What all rows of one run share: run, gpu, torch, triton, nvcc, commit (given where this is no git
+    checkout), date."""
     now = datetime.now(timezone.utc)
     return {
         "run": f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",

@@ -25,12 +25,8 @@ SWITCHES = ("FLA_FLASH_QLA", "FLA_TILELANG", "FLA_FLASH_KDA")
 
 
 def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
-    """FLA's function; where v has more heads than q and k, on these repeated unless FLA takes them.
-
-    Args:
-        function: one of FLA_OPS.
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. gates: [B, T, HV].
-    """
+    """FLA's function, one of FLA_OPS, of q, k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV]; q and k are
+    repeated where HV > H, unless FLA takes that."""
     if not (q.is_cuda or env.TRITON_INTERPRET.get() == "1"):
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
     run = getattr(_load(FLA_OPS[function]), function)

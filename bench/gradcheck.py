@@ -133,11 +133,8 @@ def run_case(
     settings: Settings,
     advance: Callable[[str], object] = lambda label: None,
 ) -> list[Checked]:
-    """Check every variant in one case; whatever one raises is its outcome.
-
-    Args:
-        advance: called with a label after each variant.
-    """
+    """Check every variant in one case; whatever one raises is its outcome. advance is called with a label
+    after each."""
     tensors, cotangents = make_case(operator, shape, case, *settings)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, kinds=(AS_GIVEN,), recurrent=True)
     del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks

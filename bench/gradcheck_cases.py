@@ -21,11 +21,8 @@ RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 
 
 def _problems(operator: Operator) -> tuple[Operator, ...]:
-    """An operator with the options that are checked.
-
-    mLSTMsig with and without the normaliser; the gated delta rule and KDA with raw inputs, too, and with the
-    log decay made of A_log and dt_bias.
-    """
+    """An operator with the options that are checked: mLSTMsig with and without the normaliser; the gated
+    delta rule and KDA with raw inputs, too, and with the log decay made of A_log and dt_bias."""
     if operator.name in ("gated_delta_rule", "kda"):
         return operator, raw_delta_rule(operator), raw_delta_rule(operator, gate_parameters=True)
     if operator.name == "mlstm_sig":
@@ -102,10 +99,7 @@ def make_case(
 
 def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
     """Tokens that forget all or nothing, write all or nothing or are skipped, and a stabiliser that leaps.
-
-    Where there is a normaliser q, k and n are positive: it has no floor here, and near q.n = 0 every kernel
-    would lose digits.
-    """
+    With a normaliser q, k and n are positive: near q.n = 0 every kernel would lose digits."""
     gates = {name: operator.head_first(tensors[name]) for name in operator.gates}
     if "beta" in gates:
         gates["beta"][..., ::5] = 0

@@ -53,10 +53,7 @@ def inputs(
     gates: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
-
-    Args:
-        layout, forget_bias: have no meaning here.
-    """
+    layout and forget_bias mean nothing."""
     generator = torch.Generator(device).manual_seed(seed)
     values = shape.value_heads
     sizes: dict[str, tuple[int, ...]]

@@ -150,12 +150,8 @@ class Outcome:
 
 
 def perform(task: Task) -> tuple[Task, list[Outcome]]:
-    """Do a task at the largest batch that fits.
-
-    Returns:
-        The task as it was done at last, and the outcomes of its variants; those of the agreement with TRUTH
-        and NOISE.
-    """
+    """Do a task at the largest batch that fits: the task as it was done at last, and the outcomes of its
+    variants."""
     while True:
         try:
             return task, agreement(task) if task.phase == AGREEMENT else measure(task)
@@ -176,11 +172,8 @@ Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
 
 
 def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """An xLSTMLarge with weights from the seed, on the task's device; its gates open and remember.
-
-    Gates start between short and long memory, and from an input bias at which losses of the first steps
-    repeat within rounding.
-    """
+    """An xLSTMLarge with weights from the seed, on the task's device. Its gates start between short and
+    long memory, and from an input bias at which losses of the first steps repeat within rounding."""
     large = importlib.import_module("xlstm.xlstm_large.model")
     kernel, chunk_size, step = NATIVE
     config = large.xLSTMLargeConfig(

@@ -108,13 +108,8 @@ class Operator:
     runs_in_graphs: bool = False
 
     def call(self, backend: str, *tensors: Tensor, **named: Any) -> Any:
-        """What the function of one backend returns.
-
-        Args:
-            backend: as the public function takes it.
-            tensors: the inputs in their order.
-            named: initial states, parameters and cu_seqlens by their names.
-        """
+        """What the function of one backend returns, from the inputs in their order, and initial states,
+        parameters and cu_seqlens by their names."""
         return self.function_of(backend)(*tensors, **named, **self.options, **self.decay_options)
 
     def function_of(self, backend: str) -> Callable[..., Any]:
@@ -147,11 +142,8 @@ class Operator:
         return tensor if self.layout == "bnsd" else tensor.transpose(1, 2)
 
     def tolerances(self, dtype: str, *, baseline: bool = False) -> dict[str, float]:
-        """What the error of each result may be: of the output, of every input and of the initial states.
-
-        Args:
-            baseline: of the Triton kernels, without what is not checked.
-        """
+        """What the error may be of the output, of every input and of the initial states; of a baseline
+        without what is not checked."""
         limits = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
         output = self.baseline_tolerances.get(dtype, limits.output) if baseline else limits.output
         products = dict.fromkeys(("dq", "dk", "dv", *(f"d{name}" for name in self.states)), limits.operands)
@@ -199,11 +191,7 @@ def _lightning_decay(heads: int, device: torch.device) -> Tensor:
 
 
 def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **fields: Any) -> Operator:
-    """An operator with FLA's signature.
-
-    Args:
-        form: the name of its reference, where it is another.
-    """
+    """An operator with FLA's signature. form: the name of its reference, where it is another."""
     form = form or name
     decay: Any = None
     if "g" in gates:
@@ -251,11 +239,8 @@ def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Operator:
-    """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta).
-
-    Args:
-        gate_parameters: its log decay is made of g by A_log and dt_bias, too.
-    """
+    """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta), and with
+    gate_parameters for a log decay made of g by A_log and dt_bias."""
     assert operator.recurrent is not None
     inputs: Any = operator.inputs
     return replace(

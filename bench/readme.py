@@ -53,12 +53,8 @@ Columns = Sequence[tuple[str, Callable[[Any], str]]]
 
 
 def render(rows: Sequence[Row]) -> str:
-    """All tables as Markdown.
-
-    Per operator and pass the tk row of the shipped kernels against the best baseline of its run, every
-    package beside it where there are several, the same over the lengths of the sweep, the host's time, whole
-    models, then the ablation.
-    """
+    """All tables as Markdown: per operator and pass tk against the best baseline of its run, every package
+    beside it, the same over the length, the host's time; whole models; the ablation."""
     parts: list[str] = []
     for op in OPS:
         own = [row for row in rows if row["op"] == op]

@@ -246,12 +246,8 @@ def new_row(
     note: str = "",
     **figures: Any,
 ) -> Row:
-    """A row of what was measured, with the digits that measurements have.
-
-    Args:
-        which: the pass. note: "" for none.
-        figures: all other keys; what is REQUIRED and not given is null.
-    """
+    """A row of what was measured, with the digits that measurements have. which: the pass. figures: all
+    other keys; what is REQUIRED and not given is null."""
     row: Row = {
         **dict.fromkeys(REQUIRED),
         "op": op,

@@ -82,15 +82,8 @@ def run_contest(
     settings: Settings,
     tell: Callable[[str], object] = lambda label: None,
 ) -> list[Outcome]:
-    """Check each variant on this very shape, then time those that passed.
-
-    Args:
-        which: the pass, "fwd" or "fwdbwd".
-        tell: called with a label before each step of the work.
-
-    Returns:
-        An outcome per variant, in their order. A variant that is wrong or raises is not timed.
-    """
+    """Check each variant on this very shape, then time those that passed: an outcome per variant, in their
+    order. tell is called with a label before each step of the work."""
     outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
     with lifted_guard(operator, variants, which, settings.device) as lifted:
         for outcome in outcomes:
@@ -215,11 +208,8 @@ def check(
     *,
     baseline: bool = False,
 ) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance.
-
-    Args:
-        kind: of the output's gradient. baseline: it is judged by the tolerances of the baselines.
-    """
+    """Fill the outcome's errors, and stop it where they exceed the tolerance. kind: of the output's
+    gradient. baseline: it is judged by the tolerances of the baselines."""
     refuse_quadratic(outcome)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
     step = make_step(operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)

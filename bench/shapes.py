@@ -158,12 +158,8 @@ MAIN, SWEEP = SETS["main"], SETS["sweep"]
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Shapes of a comma-separated list of sets (the keys of SETS) and of shapes such as 8x8192x16x128x256.
-
-    Args:
-        text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V, and behind
-            them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000.
-    """
+    """Shapes of a comma-separated list such as "main,1x4096x8x64x128": keys of SETS, and B x T x H x K x
+    V, behind them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000."""
     found: dict[Shape, None] = {}
     for item in (part.strip() for part in text.split(",")):
         shape = _parse_shape(item)
@@ -191,13 +187,8 @@ class Cost:
 
 
 def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
-    """The least work and traffic of one call.
-
-    Args:
-        op: a name of COSTS.
-        which: "fwd", or "fwdbwd" for the sum of forward and backward.
-        itemsize: bytes per element of q, k, v.
-    """
+    """The least work and traffic of one call. op: a name of COSTS. which: "fwd", or "fwdbwd" for the sum
+    of forward and backward. itemsize: bytes per element of q, k, v."""
     if op not in COSTS:
         raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")
     if which not in PASSES:

@@ -42,14 +42,8 @@ def step_inputs(
     seed: int = 0,
     forget_bias: float = FORGET_BIAS,
 ) -> dict[str, Tensor]:
-    """q, k, v, i, f and c, n, m of T steps, N(0, 1), f + forget_bias.
-
-    Args:
-        dtype: of q, k, v and of the state. layout: has no meaning for one token.
-
-    Returns:
-        Tensors [B, NH, T, ...], those of one step contiguous in memory.
-    """
+    """q, k, v, i, f and c, n, m of T steps [B, NH, T, ...], N(0, 1), f + forget_bias; those of one step
+    are contiguous. dtype: of q, k, v and of the state. layout means nothing."""
     generator = torch.Generator(device).manual_seed(seed)
     dims: dict[str, tuple[int, ...]]
     dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}

@@ -139,12 +139,7 @@ def interleave(
     steps: Mapping[str, Step], repeats: Mapping[str, int], stopwatch: Stopwatch
 ) -> dict[str, Timing]:
     """Time warm steps in rounds, each round one run of every step, so that drift meets all of them alike.
-
-    Args:
-        steps: by name.
-        repeats: runs per name; a step with fewer runs than the others takes part in rounds spread evenly.
-        stopwatch: times each run.
-    """
+    A step with fewer repeats takes part in rounds spread evenly."""
     rounds = max(repeats.values(), default=0)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):

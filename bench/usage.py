@@ -54,11 +54,8 @@ def listed(text: str) -> list[str]:
 
 
 def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
-    """Parser of a comma-separated list; "all" takes every name.
-
-    Args:
-        others: what each name that stands for an allowed one stands for.
-    """
+    """Parser of a comma-separated list; "all" takes every name. others: what each name that stands for an
+    allowed one stands for."""
     known = {name: name for name in allowed} | dict(others or {})
 
     def parse(text: str) -> list[str]:

@@ -82,12 +82,8 @@ def find_variants(
 def check_named(
     operators: Sequence[Operator], backends: Sequence[str] | None, *, rivals: bool = False
 ) -> None:
-    """UsageError where a backend that the user named is one of none of the operators.
-
-    Args:
-        backends: as the user gave them, None where nothing was.
-        rivals: as `find_variants` takes it.
-    """
+    """UsageError where a backend that the user named is one of none of the operators. rivals: as
+    `find_variants` takes it."""
     families = COMPARED if rivals else FAMILIES
     for name in backends or ():
         family, colon, detail = name.partition(":")

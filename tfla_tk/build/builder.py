@@ -65,20 +65,13 @@ class Built:
 
 
 def cache_key(artifact: Artifact) -> str:
-    """The cache key of an artifact under the present environment.
-
-    Raises:
-        BuildError: There is no nvcc or no ThunderKittens.
-    """
+    """The cache key of an artifact under the present environment; BuildError without nvcc or
+    ThunderKittens."""
     return cache.cache_key(artifact, find_toolchain(), find_thunderkittens())
 
 
 def is_cached(artifact: Artifact) -> bool:
-    """Whether an artifact is there; nothing is compiled or fetched.
-
-    Raises:
-        BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
-    """
+    """Whether an artifact is there; nothing is compiled or fetched. BuildError as of `cache_key`."""
     if artifact in _files or prebuilt.find(artifact) is not None:
         return True
     key = cache.cache_key(artifact, find_toolchain(), find_thunderkittens(clone=False))

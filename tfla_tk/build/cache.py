@@ -72,13 +72,8 @@ def modules_dir() -> Path:
 
 
 def check_cache() -> bool:
-    """Whether modules can be added to the cache; False where those that it holds can only be read.
-
-    Nothing is written, so that a full disk is not noticed.
-
-    Raises:
-        BuildError: The cache directory can be neither written nor read.
-    """
+    """Whether modules can be added to the cache; False where those that it holds can only be read,
+    BuildError where not even that. Nothing is written, so that a full disk is not noticed."""
     modules = modules_dir()
     with explain_os_errors(modules):
         if os.path.isdir(modules):
@@ -101,26 +96,18 @@ def count_modules() -> int:
 
 
 def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens) -> str:
-    """The key of an artifact: 32 hexadecimal digits.
-
-    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
-    ThunderKittens, with the flags (nvcc's own environment variables too) and whether serialised kernels are
-    taken, and with the compilers.
-
-    Raises:
-        BuildError: A source cannot be read, or includes what a macro names.
-    """
+    """The key of an artifact, 32 hexadecimal digits. It changes with what it is, its sources and whatever
+    file of ``kernels/`` they include, ThunderKittens, the flags (nvcc's own environment variables too),
+    whether serialised kernels are taken, and the compilers. BuildError where a source cannot be read, or
+    includes what a macro names."""
     flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
     of_machine = flags, env.refuses_slow_kernels(), toolchain.identity
     return _digest_of([source_key(artifact, kittens.identity), *of_machine])
 
 
 def source_key(artifact: Artifact, kittens: str) -> str:
-    """A key of what an artifact is compiled from, the same on every machine.
-
-    Args:
-        kittens: The identity of ThunderKittens.
-    """
+    """A key of what an artifact is compiled from, with the identity of ThunderKittens; the same on every
+    machine."""
     if isinstance(artifact, Instance):
         text = source_of([artifact]), sorted(artifact.launcher.defines)
         return _digest_of([text, _source_digests((artifact.header,)), kittens, DEVICE_FLAGS])
@@ -203,11 +190,8 @@ def _entries(wanted: dict[Artifact, str]) -> dict[Artifact, Entry]:
 
 
 def _publish(artifact: Artifact, key: str, file: Path, log: str, headers: list[str]) -> Entry:
-    """An entry of a compiled file, which others may share, made in one step.
-
-    Args:
-        headers: Of all kernels in the file.
-    """
+    """An entry of a compiled file, which others may share, made in one step. headers: of all kernels in
+    the file."""
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
     with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:

@@ -85,11 +85,8 @@ def source_of(instances: Sequence[Instance]) -> str:
 def compile_cubin(
     instances: Sequence[Instance], toolchain: Toolchain, kittens: ThunderKittens, cubin: Path, slots: Slots
 ) -> str:
-    """Compile instances of one launcher to a cubin, ungated; needs no GPU and no driver.
-
-    Returns:
-        The ptxas log.
-    """
+    """Compile instances of one launcher to a cubin, ungated, without GPU and driver; returns the ptxas
+    log."""
     source = cubin.with_suffix(".cu")
     source.write_text(source_of(instances))
     (launcher,) = {instance.launcher for instance in instances}

@@ -23,11 +23,7 @@ EXPECTED: dict[str, Any] = {
 
 
 def check_exports(launcher: Launcher, found: dict[str, Any]) -> None:
-    """Compare what a launcher tells with what Python takes for it.
-
-    Args:
-        found: The launcher's constants by their names.
-    """
+    """Compare the constants that a launcher tells with what Python takes for them."""
     for name in launcher.exports:
         value = found.get(name, "nothing")
         if value != EXPECTED[name]:

@@ -81,12 +81,8 @@ class SerialisedError(BuildError):
 
 
 def check_serialised(log: str, name: str, toolkit: str) -> None:
-    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times
-    slower.
-
-    Args:
-        toolkit: The compiler, for the message.
-    """
+    """Refuse a kernel whose wgmma instructions the user's ptxas, of this toolkit, serialises: it is right,
+    but several times slower."""
     found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
     if found:
         raise SerialisedError(

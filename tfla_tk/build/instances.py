@@ -109,11 +109,7 @@ KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
 
 @functools.cache
 def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
-    """The smallest tile that holds a head dim.
-
-    Raises:
-        ValueError: None does.
-    """
+    """The smallest tile that holds a head dim; ValueError where none does."""
     if not 0 < dim <= max(tiles):
         raise ValueError(f"head dim: expected at most {max(tiles)}, got {dim}")
     return min(tile for tile in tiles if tile >= dim)
@@ -121,11 +117,8 @@ def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
 
 @functools.cache
 def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
-    """The tile of K and the slice of V of the forward, the smallest that hold the head dims.
-
-    Raises:
-        ValueError: No tile is large enough.
-    """
+    """The tile of K and the slice of V of the forward, the smallest that hold the head dims, else
+    ValueError."""
     if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
         raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
     tile_qk = min(qk for qk, _ in MLSTM_TILES if qk >= dim_qk)
@@ -135,17 +128,9 @@ def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
 
 @functools.cache
 def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
-    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its
-    operands, else the largest slice.
-
-    Args:
-        gradient: "dq", "dk" or "dv", what the walk makes.
-        dim_keys: Columns of what the walk takes for queries and keys, up to MAX_DIM_QK.
-        dim_values: Columns of what it takes for values, any number.
-
-    Raises:
-        ValueError: No tile is large enough.
-    """
+    """The tile of the keys and the slice of the values of the backward's walk for "dq", "dk" or "dv": the
+    smallest that hold its operands, keys of up to MAX_DIM_QK columns (else ValueError), else the largest
+    slice."""
     if not (0 < dim_keys <= MAX_DIM_QK and dim_values > 0):
         raise ValueError(f"columns: expected keys of at most {MAX_DIM_QK}, got {dim_keys}/{dim_values}")
     tile = min(keys for keys, _ in WALK_TILES if keys >= dim_keys)
@@ -175,11 +160,7 @@ _FAMILIES = {
 def _instance(
     launcher: Launcher, name: str, header: str, kernels: Iterable[str], half: bool | None = None
 ) -> Instance:
-    """Kernels of a launcher's family.
-
-    Args:
-        half: their operands are fp16; None: they serve all dtypes.
-    """
+    """Kernels of a launcher's family. half: their operands are fp16; None: they serve all dtypes."""
     family, folder, namespace = _FAMILIES[launcher.name]
     dtype = "" if half is None else _DTYPES[half]
     name = "_".join(filter(None, (family, name, dtype)))
@@ -255,10 +236,7 @@ def mlstm_gradients(
     tile: int, half: bool, normalize: bool = True, sums: bool = True, decay: bool = False
 ) -> Instance:
     """The walk that makes dq, dk and dv at once; with sums it leaves those for the gates' gradients, too.
-
-    Args:
-        tile: of both head dims, one of GRADIENTS_TILES.
-    """
+    The tile, one of GRADIENTS_TILES, is of both head dims."""
     normalize = normalize and not decay
     name = _of_tile(f"gradients{'_and_sums' if sums else ''}", (tile, tile), normalize or decay)
     config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
@@ -316,11 +294,8 @@ def _of_decoding(name: str, header: str, kernels: Iterable[str], dtypes: Iterabl
 
 @functools.cache
 def mlstm_step(before: str, after: str) -> Instance:
-    """One token of mLSTM, for all head dims.
-
-    Args:
-        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
-    """
+    """One token of mLSTM, for all head dims. before, after: dtypes of C before and after, "fp32", "bf16",
+    "fp16"; equal, or one of them "fp32"."""
     types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
     widest = 4 if "fp32" in (before, after) else 8
     kernels = [f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1)]
@@ -329,14 +304,8 @@ def mlstm_step(before: str, after: str) -> Instance:
 
 @functools.cache
 def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance:
-    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them.
-
-    Args:
-        before, after: as of `mlstm_step`. fp32: q, k and v are.
-
-    Raises:
-        ValueError: More than MAX_TOKENS tokens, or none.
-    """
+    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them; ValueError for more
+    than MAX_TOKENS, or none. before, after: as of `mlstm_step`. fp32: q, k and v are."""
     if not 0 < tokens <= MAX_TOKENS:
         raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
     tile = tile_of(tokens, SEQUENCE_TILES)
@@ -348,12 +317,8 @@ def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance
 
 @functools.cache
 def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim_k: int) -> Instance:
-    """One token, and a few, of the operators in [B, T, H, D].
-
-    Args:
-        state: its dtype, "fp32", "bf16" or "fp16". v_first: it is [V, K].
-        by_channel: the decay is per key channel. dim_k: one of RECURRENT_KEYS.
-    """
+    """One token, and a few, of the operators in [B, T, H, D]. state: its dtype, "fp32", "bf16" or "fp16".
+    v_first: it is [V, K]. by_channel: the decay is per key channel. dim_k: one of RECURRENT_KEYS."""
     layout, decay = "v_first" if v_first else "k_first", "channel" if by_channel else "scalar"
     write = "delta" if delta_rule else "plain"
     of = f"Layout::{layout}, {_STATE_TYPES[state]}, Decay::{decay}, Write::{write}, {dim_k}"
@@ -383,12 +348,8 @@ def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
 
 
 def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") -> Instance:
-    """The walk of the delta rule's forward.
-
-    Args:
-        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile
-            of 128.
-    """
+    """The walk of the delta rule's forward. matrices: "given", "by makers" beside the walk, or "in the
+    walk", which takes two walkers and a tile of 128."""
     suffix, function, more = {
         "given": ("", "", ""),
         "by makers": ("_makers", "_with_makers", ", kWarpgroupsOfMakers"),
@@ -455,11 +416,8 @@ def delta_states(walk: str, half: bool) -> Instance:
 
 
 def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
-    """The walk of GLA's "forward", or of its "backward", the mirror.
-
-    Args:
-        makers: CTAs of a cluster that take turns at making the operands: 1, or 2 with two walkers.
-    """
+    """The walk of GLA's "forward", or of its "backward", the mirror. makers: CTAs of a cluster that take
+    turns at making the operands: 1, or 2 with two walkers."""
     config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
     kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
     name = f"{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}"
@@ -467,11 +425,8 @@ def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -
 
 
 def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
-    """The "left" or "right" walk of GLA's backward over the states.
-
-    Args:
-        tile: of V, one of GLA_STATES_TILES; with 256 there are two walkers always.
-    """
+    """The "left" or "right" walk of GLA's backward over the states. tile: of V, one of GLA_STATES_TILES;
+    with 256 there are two walkers always."""
     walkers = 2 if tile == 256 else walkers
     kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
     return _instance(GLA, f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", [kernel], half)

@@ -67,11 +67,8 @@ def check_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError (permission, full disk, a file in place of a directory) into a BuildError.
-
-    Args:
-        path: What the error may be about.
-    """
+    """Turn an OSError about a path (permission, full disk, a file in place of a directory) into a
+    BuildError."""
     try:
         yield
     except OSError as error:

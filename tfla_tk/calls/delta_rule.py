@@ -99,14 +99,8 @@ def check_delta_rule(
     gated: bool,
     **options: Any,
 ) -> DeltaRuleCall:
-    """Check one call of the delta rule and describe it.
-
-    Args:
-        gated: of chunk_gated_delta_rule, whose g is needed; else g is None.
-        initial_state, options: as of `check_frame`.
-        others: as the public functions have them; A_log and dt_bias are not looked at without
-            use_gate_in_kernel.
-    """
+    """Check one call of chunk_gated_delta_rule, or of chunk_delta_rule, whose g is None, and describe it.
+    Without use_gate_in_kernel A_log and dt_bias are not looked at. options: as of `check_frame`."""
     operands = check_operands(q, k, v)
     gate = "none"
     use_gate = check_bool("use_gate_in_kernel", use_gate_in_kernel)
@@ -148,11 +142,8 @@ def check_strength(
 def check_gate_parameters(
     A_log: Any, dt_bias: Any, q: Tensor, operands: Operands, *, by_channel: bool = False, needs_a: bool = True
 ) -> list[Tensor]:
-    """What makes the log decay of g: A_log, and dt_bias where it is given.
-
-    Args:
-        by_channel: dt_bias is [HV K], not [HV]. needs_a: A_log may not be None.
-    """
+    """What makes the log decay of g: A_log, which may be None without needs_a, and dt_bias where it is
+    given, [HV], or by_channel [HV K]."""
     heads, found = operands.value_heads, []
     of_bias = ("[HV K]", heads * operands.dim_qk) if by_channel else ("[HV]", heads)
     for name, value, layout, size in (("A_log", A_log, "[HV]", heads), ("dt_bias", dt_bias, *of_bias)):

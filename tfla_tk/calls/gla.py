@@ -45,12 +45,8 @@ def check_gla(
     gate: str = "g",
     **options: Any,
 ) -> LinearCall:
-    """Check one call of gated linear attention and describe it; its gate is "channel".
-
-    Args:
-        g: [B, T, H, K]. gate: its name in messages. v has the heads of q.
-        initial_state, options: as of `check_frame`.
-    """
+    """Check one call of gated linear attention and describe it; its gate is "channel". g: [B, T, H, K],
+    and its name in messages. v has the heads of q. options: as of `check_frame`."""
     operands = check_operands(q, k, v, grouped=False)
     check_tensor(gate, g, 4, "[B, T, H, K]")
     check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")

@@ -110,13 +110,8 @@ def check_kda(
     chunk_size: Any = None,
     **options: Any,
 ) -> KDACall:
-    """Check one call of KDA and describe it.
-
-    Args:
-        initial_state, cu_seqlens, options: as of `check_frame`.
-        others: as the public functions have them; A_log, dt_bias and lower_bound are not looked at without
-            use_gate_in_kernel.
-    """
+    """Check one call of KDA and describe it. Without use_gate_in_kernel A_log, dt_bias and lower_bound are
+    not looked at. options: as of `check_frame`."""
     operands = check_operands(q, k, v)
     check_tensor("g", g, 4, "[B, T, HV, K]")
     check_shape("g", g, (*operands.gate_shape, operands.dim_qk), "[B, T, HV] of v and K of q")

@@ -105,13 +105,8 @@ def check_simple_gla(
     chunk_size: int | None,
     **options: Any,
 ) -> LinearCall:
-    """Check one call with a scalar decay and describe it.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV]. g_gamma: [HV]. At most one of them.
-        initial_state, options: as of `check_frame`.
-    """
+    """Check one call with a scalar decay, g [B, T, HV] or g_gamma [HV] or none, and describe it. options:
+    as of `check_frame`."""
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
     frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)

@@ -74,16 +74,8 @@ def check_mlstm(
     autocast_kernel_dtype: torch.dtype | None = None,
     recompute_states_in_bw: bool = True,
 ) -> MLSTMCall:
-    """Check one call of `mlstm_chunkwise` or `mlstm_siging_chunkwise` and describe it.
-
-    Args:
-        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
-        i, f: gate pre-activations [B, NH, S].
-        c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], with N
-            in place of B where cu_seqlens is given.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        autocast_kernel_dtype, recompute_states_in_bw: as the public functions have them.
-    """
+    """Check one call of `mlstm_chunkwise` or `mlstm_siging_chunkwise`, whose arguments it has, and
+    describe it."""
     check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
     recompute_states = check_bool("recompute_states_in_bw", recompute_states_in_bw)
     dtype = autocast_dtype(q, autocast_kernel_dtype)
@@ -125,12 +117,8 @@ def check_mlstm(
 
 
 def check_mlstm_step(*tensors: Any, **arguments: Any) -> MLSTMCall:
-    """Check one mLSTM step and describe it as a call of one time step.
-
-    Args:
-        tensors, arguments: those of `check_mlstm_sequence`, but for q, k [B, NH, DHQK], v [B, NH, DHHV] and
-            i, f [B, NH, 1].
-    """
+    """Check one step: as `check_mlstm_sequence`, but for q, k [B, NH, DHQK], v [B, NH, DHHV] and i, f [B,
+    NH, 1]."""
     return check_mlstm_sequence(*tensors, **arguments, of_tokens="B, NH")
 
 
@@ -151,15 +139,8 @@ def check_mlstm_sequence(
     inplace: bool = False,
     of_tokens: str = "B, NH, S",
 ) -> MLSTMCall:
-    """Check a few tokens of mLSTM that go on from a state, and describe them.
-
-    Args:
-        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
-        i, f: gate pre-activations [B, NH, S].
-        c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
-        inplace: whether the state will be overwritten.
-        of_tokens: the dimensions before the head dims.
-    """
+    """Check a few tokens of mLSTM that go on from a state, as `mlstm_sequence` has them, and describe
+    them; m is None with the sigmoid gate. of_tokens: the dimensions before the head dims."""
     batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, of_tokens)
     state: list[ExpectedTensor] = [
         ("c", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
@@ -210,11 +191,8 @@ def check_mlstm_sequence(
 def _check_tokens(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str
 ) -> tuple[int, int, int, int, int]:
-    """Check what there is of every token; B, NH, S, DHQK and DHHV.
-
-    Args:
-        of_tokens: the dimensions before the head dims; without S there is one token, with gates [B, NH, 1].
-    """
+    """Check what there is of every token; B, NH, S, DHQK and DHHV. of_tokens: the dimensions before the
+    head dims; without S there is one token, with gates [B, NH, 1]."""
     rank = of_tokens.count(",") + 2
     check_tensor("q", q, rank, f"[{of_tokens}, DHQK]")
     check_tensor("v", v, rank, f"[{of_tokens}, DHHV]")

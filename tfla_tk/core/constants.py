@@ -14,11 +14,8 @@ Key = TypeVar("Key", bound=Hashable)
 def kept_on_device(
     kept: dict[Key, Tensor], key: Key, device: torch.device, make: Callable[[torch.device], Tensor]
 ) -> Tensor:
-    """What `kept` has under a key, else what `make(device)` returns, kept for the next time.
-
-    Args:
-        key: the device among what tells it.
-    """
+    """What `kept` has under a key, which tells the device, else what `make(device)` returns, kept for the
+    next time."""
     found = kept.get(key)
     if found is not None:
         return found

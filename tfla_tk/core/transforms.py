@@ -39,11 +39,7 @@ def is_dual(x: Any) -> bool:
 
 
 def refuse_tangents(op: str, args: Iterable[Any]) -> None:
-    """RuntimeError for arguments of a registered op with tangents, which it would lose.
-
-    Args:
-        op: its name.
-    """
+    """RuntimeError for arguments of a registered op, of this name, with tangents, which it would lose."""
     if is_forward_mode_on() and any(map(is_dual, args)):
         raise RuntimeError(
             f"tfla_tk::{op} has no forward-mode derivative (jvp, dual numbers); "
@@ -81,11 +77,7 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def of_call(inputs: Iterable[Tensor | None], constants: Iterable[Tensor | None]) -> dict[str, Any]:
-    """What differentiates or transforms a call, as fields of its description.
-
-    Args:
-        inputs: the tensors that may have gradients. constants: the others.
-    """
+    """What differentiates or transforms a call, as fields of its description; constants have no gradients."""
     given = [x for x in inputs if x is not None]
     tensors = [*given, *(x for x in constants if x is not None)]
     return {

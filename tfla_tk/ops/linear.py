@@ -121,11 +121,8 @@ class Family:
 def in_form(
     name: str, operands: Sequence[Any], core: Any, form: str, chunk_size: int, output_final_state: bool
 ) -> Result:
-    """o and the final state or None by a form of the reference, `<name>_<form>`.
-
-    Args:
-        operands: its positional arguments. core: has the others.
-    """
+    """o and the final state or None by a form of the reference, `<name>_<form>`, of positional operands;
+    core has the other arguments."""
     import tfla_tk.reference as forms
 
     options = {"chunk_size": chunk_size} if form == "chunkwise" else {}

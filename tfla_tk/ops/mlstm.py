@@ -341,11 +341,8 @@ def _differentiate(
 
 
 def _record_directly(*args: Any) -> Recorded:
-    """`_record` of a plain eager call: the kernels themselves.
-
-    Args:
-        args: the tensors of mlstm_fwd, and in one tuple the prepared forward and its options.
-    """
+    """`_record` of a plain eager call: the kernels themselves. args: the tensors of mlstm_fwd, and in one
+    tuple the prepared forward and its options."""
     *tensors, (forward, options) = args
     if are_saved_tensors_hooked():
         # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may

@@ -147,11 +147,8 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
 
 
 def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """A new state as the call wants it: in its dtype_state, or over the given one.
-
-    Args:
-        state: (c, n, m) or with the sigmoid gate (c, n), in any dtypes. given: the state before.
-    """
+    """A new state, (c, n, m) or with the sigmoid gate (c, n), as the call wants it: in its dtype_state, or
+    over the given one."""
     given = given[: len(state)]
     dtypes = [x.dtype if call.inplace else call.dtype_state for x in given]
     if len(state) == 3 and dtypes[2].itemsize == 2:

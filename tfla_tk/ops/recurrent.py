@@ -41,13 +41,9 @@ _TENSORS = 8
 
 
 def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
-    """o and the state after the last token, None unless it is wanted.
-
-    Args:
-        kernel: "simple_gla", "gla", "delta_rule" or "kda".
-        tensors: those of its calls; the last one is state_indices.
-        direct: call the kernels, not the op: for plain eager calls.
-    """
+    """o and the state after the last token, None unless it is wanted. kernel: "simple_gla", "gla",
+    "delta_rule" or "kda". tensors: those of its calls; the last one is state_indices. direct: call the
+    kernels, not the op."""
     core, state_indices = _core(kernel, call, tensors), tensors[-1]
     if call.state_in_place is not None:
         o = torch.empty_like(core.v, memory_format=torch.contiguous_format)

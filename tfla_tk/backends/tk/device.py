@@ -43,11 +43,7 @@ def not_on_a_gpu(device: torch.device) -> Support:
 
 
 def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
-    """Whether instances can be had and run on a GPU of this machine; nothing is loaded.
-
-    Args:
-        key: the arguments of kernels_of.
-    """
+    """Whether instances, kernels_of(*key), can be had and run on a GPU of this machine; nothing is loaded."""
     reason, remedy = device_fault(device.index)
     if reason:
         return Support(False, reason, remedy, failed=reason in _told)

@@ -91,11 +91,8 @@ def as_state(x: MaybeTensor) -> MaybeTensor:
 
 
 def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTensor) -> tuple[Any, ...]:
-    """What launches depend on of their tensors but for addresses: the device, sizes, strides and dtypes.
-
-    Args:
-        tensors: all of them, whose sizes follow from those of the first three.
-    """
+    """What launches depend on of all their tensors but for addresses: the device, sizes, strides and
+    dtypes."""
     sizes = q.get_device(), q.shape, v.shape, None if cu_seqlens is None else cu_seqlens.shape
     return *sizes, *[None if x is None else (x.stride(), x.dtype) for x in tensors]
 

@@ -88,11 +88,7 @@ class Sizes(NamedTuple):
 
 
 def readable(core: Any, operands: Sequence[str] = ("q", "k", "v")) -> Any:
-    """The call itself where the kernels can take its tensors as they lie, else with copies.
-
-    Args:
-        core: of a family, a NamedTuple with these operands, initial_state and cu_seqlens.
-    """
+    """The call of a family itself where the kernels can take its tensors as they lie, else with copies."""
     offsets = core.cu_seqlens
     read = core._replace(
         **{name: as_operand(getattr(core, name)) for name in operands},
@@ -109,11 +105,8 @@ def layout_of(core: Any) -> Any:
 
 
 def left_for(kept: Kept | None, layout: tuple[int, ...], forward: Callable[[], Kept | None]) -> Tensor:
-    """What a forward has left for its backward, where the kernels can read it.
-
-    Args:
-        layout: as the backward takes it, its elements first; of another the forward is made again.
-    """
+    """What a forward has left for its backward, where the kernels can read it. It is made again where its
+    layout is another, or its elements are not as many as that says first."""
     left = kept.tensors[0] if kept is not None and kept.layout == layout else None
     if left is None or left.numel() != layout[0]:
         kept = forward()
@@ -138,11 +131,8 @@ class Addresses:
 
 
 def number(core: Any) -> tuple[Any, Addresses]:
-    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones.
-
-    Args:
-        core: of a family, a NamedTuple whose last tensor is cu_seqlens.
-    """
+    """The prepared addresses of a call's tensors, the last of which is cu_seqlens, in the place of these,
+    and what numbers further ones."""
     addresses, count = Addresses(), core._fields.index("cu_seqlens") + 1
     at = [addresses.next(given=x is not None) for x in core[:count]]
     return core._make([*at, *core[count:]]), addresses

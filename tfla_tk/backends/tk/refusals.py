@@ -56,11 +56,8 @@ def of_scale(call: LinearCall) -> Support | None:
 def of_call(
     call: LinearCall, variant: str | None, most: tuple[int, int], *more: Support | None
 ) -> Support | None:
-    """Why the kernels of an operator in [B, T, H, D] do not take a call, or None; ValueError for a variant.
-
-    Args:
-        most: K and V. more: further refusals.
-    """
+    """Why the kernels of an operator in [B, T, H, D] do not take a call, or None; ValueError for a
+    variant. most: K and V."""
     check_variant(variant)
     of_metadata = together(of_operands(call), of_head_dims(call, *most), *more)
     return of_metadata or of_count("value heads", call.sequences * call.value_heads)

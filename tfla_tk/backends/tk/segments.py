@@ -52,12 +52,8 @@ def find(
     packed: bool,
     batch_invariant: bool,
 ) -> Cut:
-    """The cut of sequences of `tokens` tokens each, or together where they are packed.
-
-    Args:
-        ctas, multiprocessors: as of `cut`.
-        batch_invariant: the cut follows from the length of each sequence alone.
-    """
+    """The cut of sequences of `tokens` tokens each, or together where they are packed; batch invariant it
+    follows from the length of each sequence alone. Others as of `cut`."""
     if batch_invariant:
         return cut_invariant(sequences, tokens, packed=packed)
     return (cut_packed if packed else cut)(sequences, tokens, ctas, multiprocessors, costs)
@@ -101,11 +97,8 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
 
 
 def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
-    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its start.
-
-    Args:
-        tokens: of each sequence, or of all packed ones together.
-    """
+    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its
+    start. tokens: of each sequence, or of all packed ones together."""
     return cut_into(sequences, tokens, INVARIANT_CHUNKS, packed=packed)
 
 

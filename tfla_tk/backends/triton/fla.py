@@ -76,11 +76,8 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
 
 
 def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support | None:
-    """Why fla's operator does not serve a call at all; ValueError for a variant but "fla".
-
-    Args:
-        op: one of FLA_OPS.
-    """
+    """Why fla's operator, one of FLA_OPS, does not serve a call at all; ValueError for a variant but
+    "fla"."""
     if variant not in (None, "fla"):
         fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
     found = [unusable(call.device, FLA_MISSING)]
@@ -120,11 +117,8 @@ def too_many_heads(call: LinearCall) -> Support | None:
 
 
 def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
-    """The verdict on a call that fla's kernels take.
-
-    Args:
-        gated: its backward is the one that some versions of Triton miscompile.
-    """
+    """The verdict on a call that fla's kernels take. gated: some versions of Triton miscompile its
+    backward."""
     if call.requires_grad and gated and _guard_is_lifted():
         return Support(
             True,
@@ -204,11 +198,8 @@ def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, M
 
 
 def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """fla's functions for the delta rule, or where there is a decay for the gated one.
-
-    Args:
-        tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
-    """
+    """fla's functions for the delta rule, or the gated one, of q, k, v, g, beta, A_log, dt_bias,
+    initial_state, cu_seqlens, cu_seqlens_cpu."""
     q, k, v, _, beta, *_ = tensors
     if call.gate == "none":
         options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
@@ -254,11 +245,8 @@ def _gated_options(call: DeltaRuleCall, tensors: tuple[Any, ...]) -> dict[str, A
 
 
 def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) -> dict[str, Any]:
-    """What fla's functions have in common beside their operands and gates.
-
-    Args:
-        sized: the chunkwise one has a chunk_size.
-    """
+    """What fla's functions have in common beside operands and gates. sized: the chunkwise one has a
+    chunk_size."""
     *_, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
     options = {
         "scale": call.scale,
@@ -272,11 +260,7 @@ def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) 
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-    """fla's own operator, with autocast off and on the right device.
-
-    Args:
-        op: one of FLA_OPS. device: of the tensors. args, kwargs: as fla takes them.
-    """
+    """fla's own operator, one of FLA_OPS, with autocast off and on the device of the tensors."""
     function = undispatched(original(getattr(importlib.import_module(FLA_OPS[op]), op)))
     # its launches go to the current device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -70,11 +70,8 @@ MLSTM_KERNELS_MISSING = missing("mlstm_kernels", "mlstm-kernels")
 
 
 def variants(op: str) -> list[str]:
-    """The variants that are worth timing, as `backend=` takes them.
-
-    Args:
-        op: "mlstm_chunkwise" or "mlstm_siging_chunkwise".
-    """
+    """The variants of "mlstm_chunkwise" or "mlstm_siging_chunkwise" that are worth timing, as `backend=`
+    takes them."""
     sigmoid_gate = op == "mlstm_siging_chunkwise"
     return [
         f"triton:{name}_{size}"

@@ -169,12 +169,9 @@ def launch_segments(
     *,
     backward: bool,
 ) -> Launch:
-    """The launch that gives the states at the borders, or backward in time their gradients.
-
-    Args:
-        operands: k and v, or q and do; g and the code of its dtype.
-        entering_at: the first states, or the gradients of the last ones; 0 for none.
-    """
+    """The launch that gives the states at the borders, from k and v, or backward in time their gradients,
+    from q and do; then g and the code of its dtype. entering_at: the first states, or the last ones'
+    gradients; 0 for none."""
     kernel = build.load(instances.GLA, instances.gla_segments(shape.dim_v, shape.half, backward))
     states = shape.borders * shape.heads * shape.dim_k * shape.dim_v
     decays_at = borders_at + states * _FLOAT

@@ -17,14 +17,9 @@ from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_K
 def launches_of(
     kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
-    """The launches of the walks and of what follows from their sums, but for dbeta.
-
-    Args:
-        kernel: what launches the kernels.
-        core: as `readable` leaves it. at: the prepared addresses of its tensors.
-        left: what the forward has kept.
-        scratch: gets places of what the launches leave for each other.
-    """
+    """The launches of the walks and of what follows from their sums, but for dbeta. at: the prepared
+    addresses of core's tensors. left: what the forward has kept. scratch: gets places of what launches
+    leave for each other."""
     walks = _three_walks if shape.is_wide else _one_walk
     return walks(kernel, shape, core, at, left, places, scratch)
 

@@ -164,11 +164,8 @@ class Shape(Sizes):
         return p + flags * torch.int32.itemsize
 
     def matrices_at(self, kept: int, others: int) -> tuple[int, int, int]:
-        """A, P where the walks do not make it, and the flags of makers; 0 for none.
-
-        Args:
-            kept: the address of what a backward reads, others: of the rest.
-        """
+        """A, P where the walks do not make it, and the flags of makers; 0 for none. kept: the address of
+        what a backward reads. others: of the rest."""
         if self.is_wide:
             return kept, kept + self.matrix_bytes, 0
         p = self.matrix_bytes if self.matrices == 2 else 0
@@ -305,10 +302,7 @@ class Left(NamedTuple):
 
 
 def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
-    """All that the launches of a call depend on but for addresses, in the backward but for the gradients.
-
-    Args:
-        read: the call as `readable` leaves it.
-    """
+    """All that the launches of a call, read as `readable` leaves it, depend on but for addresses and
+    gradients."""
     likes = None if read is core else strides(*core[:8])
     return likes, layout_of(read)

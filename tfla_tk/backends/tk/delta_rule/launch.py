@@ -110,11 +110,8 @@ def backward(
     *,
     needs_gates: bool,
 ) -> Gradients:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
-
-    Args:
-        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-    """
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
+    is made again."""
     return _run(needs_gates, core, core, kept, do, dht)
 
 

@@ -64,11 +64,7 @@ class Left(NamedTuple):
 
     @staticmethod
     def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> Left:
-        """Takes the places.
-
-        Args:
-            kernel: what launches the kernels. keep: for a backward.
-        """
+        """Takes the places; kernel: what launches the kernels. keep: for a backward."""
         of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
         tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
         return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)

@@ -91,11 +91,8 @@ def kept_layout(core: KDACore) -> tuple[int, ...]:
 def backward(
     core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
-
-    Args:
-        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-    """
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
+    is made again."""
     _check_trainable(core)
     read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)
     likes = None if read is core else tuple(x.stride() for x in core[:4])

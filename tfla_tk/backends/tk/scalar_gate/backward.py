@@ -107,11 +107,9 @@ Gradients: TypeAlias = tuple[Any, ...]
 
 
 def mlstm_bwd(*args: Any) -> MaybeGrads:
-    """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd,
-    behind them what the forward has kept.
-
-    Where no initial state is given its gradients are None.
-    """
+    """Launch the mLSTM backward on the current stream; arguments and results are those of
+    tfla_tk::mlstm_bwd, behind them what the forward has kept. Without an initial state its gradients are
+    None."""
     return _run_mlstm(Tensors(*args[:18]), *args[18:])
 
 
@@ -133,13 +131,8 @@ def _run_mlstm(
 def run(
     tensors: Tensors, options: Options, kept: Kept | None = None, like: Tensors | None = None
 ) -> Gradients:
-    """The gradients of mLSTM or of a scalar decay, on the current stream.
-
-    Args:
-        tensors: where heads of v share those of q and k, dq and dk come back for every head of v.
-        kept: by the forward.
-        like: what some of the tensors are copies of; gradients lie like these.
-    """
+    """The gradients of mLSTM or of a scalar decay, on the current stream; dq and dk are of every head of
+    v. kept: by the forward. like: what some of the tensors are copies of; gradients lie like these."""
     if tensors.v.numel() == 0:
         return _run_without_tokens(tensors, options)
     if kept is None and walks.is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
@@ -229,11 +222,8 @@ class Backward:
 
 
 def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> Gradients:
-    """Uninitialised gradients, each like its input; those of q and k for every head of v.
-
-    Args:
-        device: in place of theirs: on "meta" they take no memory.
-    """
+    """Uninitialised gradients, each like its input; those of q and k for every head of v. On the device
+    "meta" they take no memory."""
     q, k, v, i, f, c_initial, n_initial = like
     dq = dk = di = df = dc = dn = None
     if q.shape[:3] == v.shape[:3]:
@@ -258,14 +248,8 @@ def _is_writable(grad: Tensor, place: int) -> bool:
 
 
 def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
-    """What the kernels of a call read, what they write, and whether states are those that the forward kept.
-
-    Addresses are numbered in the order in which `Backward` says where the tensors begin.
-
-    Args:
-        left: what the forward has kept.
-        grads: as the kernels write them.
-    """
+    """What the kernels of a call read and write (grads), and whether states are those that the forward has
+    left. Addresses are numbered in the order in which `Backward` says where the tensors begin."""
     addresses, normalize, decay, last = Addresses(), options.normalize, options.decay, options.heads_last
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()

@@ -99,11 +99,7 @@ class Grads(NamedTuple):
 
 
 def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
-    """What needs no memory for gradients.
-
-    Args:
-        states_given: the forward has kept the states at the cuts.
-    """
+    """What needs no memory for gradients. states_given: the forward has kept the states at the cuts."""
     found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
@@ -258,11 +254,8 @@ def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
 
 
 def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
-    """The walk over all of V: the state's columns are those of its values.
-
-    Args:
-        dots: whether dh_t.h_t is wanted.
-    """
+    """The walk over all of V: the state's columns are those of its values. dots: whether dh_t.h_t is
+    wanted."""
     memory = x.memory
     return _prepare_walk(
         x, "dv", x.at.k, x.at.q, x.at.dh, written.dv, x.sizes,

@@ -49,12 +49,8 @@ def backward(
     needs_gates: bool,
     final_state: MaybeTensor = None,
 ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]:
-    """dq, dk, dv, dg and d_initial; dg is None where nobody asks for it, d_initial without initial state.
-
-    Args:
-        final_state: of the forward, where d_final is given.
-        needs_gates: whether dg is wanted; g is [B, T, HV] then.
-    """
+    """dq, dk, dv, dg and d_initial; dg is None without needs_gates, else g is [B, T, HV]; d_initial is
+    None without initial state. final_state: of the forward, where d_final is given."""
     h, rows = do, (None, None, None)  # which are read with a normaliser alone
     outputs = h, *rows, final_state, None, do, d_final, None
     tensors = tk_backward.Tensors._make((*_tensors(*core[:6]), *outputs))

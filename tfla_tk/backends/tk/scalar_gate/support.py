@@ -68,11 +68,8 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
 
 
 def _supports_decoding(kernel: str, call: MLSTMCall, *found: Support) -> Support:
-    """What the kernels of decoding have in common; they take no gradients.
-
-    Args:
-        found: what refuses the call already.
-    """
+    """What the kernels of decoding have in common; they take no gradients. found: what refuses the call
+    already."""
     of_call = [*found]
     if call.dtype == torch.float64:
         remedy = "use torch.float32, torch.bfloat16 or torch.float16"
@@ -128,10 +125,7 @@ def _kernels_of(
     needs_df: bool,
 ) -> device.Kernels:
     """The kernels that nearly every such call takes; what others take is loaded when they are launched.
-
-    Args:
-        first, second: tiles of K and V, or in decoding tokens and 0. needs_df: there are gradients of gates.
-    """
+    first, second: tiles of K and V, or in decoding tokens and 0."""
     if kernel in ("mlstm_step", "mlstm_sequence"):
         of_step, of_sequence = instances.mlstm_step, instances.mlstm_sequence
         state = ("fp32", "fp32")
