@@ -60,10 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_problem_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    shapes: str,
-    families: Sequence[str] = FAMILIES,
+    parser: argparse.ArgumentParser, *, shapes: str, families: Sequence[str] = FAMILIES
 ) -> None:
     """What is computed and by which backends. shapes: the default ones, in words. families: what
     --backends names."""

@@ -179,13 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    name: str,
-    sizes: Sizes,
-    device: torch.device,
-    seed: int,
-    batches: tuple[int, ...],
-    new: int,
-    repeats: int,
+    name: str, sizes: Sizes, device: torch.device, seed: int, batches: tuple[int, ...], new: int, repeats: int
 ) -> dict[tuple[int, str], tuple[Timing, list[str]]]:
     """By batch and variant the times of a text, and what of it the kernels have not served."""
     on_gpu = device.type == "cuda"

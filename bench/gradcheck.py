@@ -61,8 +61,7 @@ class Checked(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk gradcheck`."""
     compare.add_problem_arguments(
-        parser,
-        shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one",
+        parser, shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one"
     )
     parser.add_argument(
         "--cases",

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
-from .operators import (
-    OPERATORS,
-    Operator,
-    raw_delta_rule,
-)
+from .operators import OPERATORS, Operator, raw_delta_rule
 from .shapes import Shape
 
 RESET = 30.0  # e^-30 is nothing beside 1 in fp32

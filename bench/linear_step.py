@@ -26,12 +26,7 @@ from .variants import Variant
 STATE_BYTES = 2e8
 BATCHES = 1, 8, 64, 256
 # of the public functions, in the order of the inputs
-GATES = {
-    "gated_delta_rule": ("g", "beta"),
-    "gla": ("gk",),
-    "simple_gla": ("g",),
-    "delta_rule": ("beta",),
-}
+GATES = {"gated_delta_rule": ("g", "beta"), "gla": ("gk",), "simple_gla": ("g",), "delta_rule": ("beta",)}
 # heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models
 MODELS = {
     "gated_delta_rule": ((16, 128, 128, 32), (30, 96, 192, 30)),

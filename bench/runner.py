@@ -104,10 +104,7 @@ def lifted_guard(
 
 
 def _check_and_time(
-    operator: Operator,
-    outcomes: Sequence[Outcome],
-    settings: Settings,
-    tell: Callable[[str], object],
+    operator: Operator, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
 ) -> None:
     """Fill the outcomes of one contest, at least one."""
     tell("fp64 reference")

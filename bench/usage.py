@@ -69,21 +69,12 @@ def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> 
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--dtype": {
-        "choices": list(DTYPES),
-        "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)",
-    },
+    "--dtype": {"choices": list(DTYPES), "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)"},
     "--json": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as JSON"},
     "--csv": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as CSV"},
     "--plot": {"type": Path, "metavar": "PATH", "help": "draw the rows of this run (png, svg or pdf)"},
-    "--update-results": {
-        "action": "store_true",
-        "help": "merge the rows into bench/results/<gpu>.json",
-    },
-    "--commit": {
-        "metavar": "HASH",
-        "help": "what is measured, recorded where this is no git checkout",
-    },
+    "--update-results": {"action": "store_true", "help": "merge the rows into bench/results/<gpu>.json"},
+    "--commit": {"metavar": "HASH", "help": "what is measured, recorded where this is no git checkout"},
     "--seed": {"type": int, "default": 0, "help": "of the random inputs (default: 0)"},
     "--quick": {"action": "store_true", "help": "the first of the shapes only, and fewer repeats"},
 }

@@ -45,11 +45,7 @@ class Variant:
 
 
 def find_variants(
-    operator: Operator,
-    backends: Sequence[str] | None,
-    *,
-    on_gpu: bool,
-    rivals: bool = False,
+    operator: Operator, backends: Sequence[str] | None, *, on_gpu: bool, rivals: bool = False
 ) -> list[Variant]:
     """The competitors of one operator, in the order they are shown; what it lacks is left out.
 

@@ -36,15 +36,7 @@ MLSTMState = tuple[Tensor, Tensor, Tensor]
 
 @full_precision
 def mlstm_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor,
-    eps: float = 1e-6,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, MLSTMState]:
     """One token of the recurrence: the specification of the operator.
 

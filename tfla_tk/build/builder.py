@@ -110,9 +110,7 @@ def load(launcher: Launcher, *instances: Instance) -> ModuleType:
 
 
 def ensure(
-    artifacts: Iterable[Artifact],
-    jobs: int | None = None,
-    progress: Callable[[Built], None] | None = None,
+    artifacts: Iterable[Artifact], jobs: int | None = None, progress: Callable[[Built], None] | None = None
 ) -> list[Built]:
     """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype
     together, a few at a time, which takes less time than each by itself.

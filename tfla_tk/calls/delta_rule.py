@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tfla_tk.calls.linear import (
-    DEFAULT_CHUNK,
-    LinearCall,
-    Operands,
-    check_frame,
-    check_gate,
-    check_operands,
-)
+from tfla_tk.calls.linear import DEFAULT_CHUNK, LinearCall, Operands, check_frame, check_gate, check_operands
 from tfla_tk.core import transforms
 from tfla_tk.core.checks import check_bool, check_device, check_int, check_shape, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor

@@ -36,14 +36,7 @@ class GLACore(NamedTuple):
 
 
 def check_gla(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    initial_state: Any,
-    *,
-    gate: str = "g",
-    **options: Any,
+    q: Any, k: Any, v: Any, g: Any, initial_state: Any, *, gate: str = "g", **options: Any
 ) -> LinearCall:
     """Check one call of gated linear attention and describe it; its gate is "channel". g: [B, T, H, K],
     and its name in messages. v has the heads of q. options: as of `check_frame`."""

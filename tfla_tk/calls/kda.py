@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tfla_tk.calls.delta_rule import (
-    DeltaRuleCall,
-    check_chunk_size,
-    check_gate_parameters,
-    check_strength,
-)
+from tfla_tk.calls.delta_rule import DeltaRuleCall, check_chunk_size, check_gate_parameters, check_strength
 from tfla_tk.calls.linear import check_frame, check_operands
 from tfla_tk.core import transforms
 from tfla_tk.core.checks import (

@@ -88,10 +88,7 @@ class KeepingOps:
         impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
         impl(backward, self._bwd_cuda, "CUDA")
         no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
-        for name, op, refusal in (
-            (forward, self.fwd, no_gradients),
-            (backward, self.bwd, self._ops.refusal),
-        ):
+        for name, op, refusal in ((forward, self.fwd, no_gradients), (backward, self.bwd, self._ops.refusal)):
             refusing = autograd.refusing(name, op, refusal)
             impl(name, autograd.recording(name, op, refusing), "Autograd")
 

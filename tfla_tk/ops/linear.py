@@ -320,13 +320,7 @@ class LinearOps:
             impl(of, function, key)
         for title, forward, record, differentiate, backward in (
             (name, self.fwd, self._record, self._differentiate, self.bwd),
-            (
-                f"packed_{name}",
-                self.packed,
-                self._record_packed,
-                self._differentiate_packed,
-                self.packed_bwd,
-            ),
+            (f"packed_{name}", self.packed, self._record_packed, self._differentiate_packed, self.packed_bwd),
         ):
             recorder = autograd.function(title, record, differentiate)
             refusing = autograd.refusing(f"{title}_backward", backward, self.refusal)

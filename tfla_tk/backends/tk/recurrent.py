@@ -29,10 +29,7 @@ def supports(call: LinearCall, variant: str | None) -> Support:
     """Whether the kernels serve one of their calls; ValueError for a variant."""
     refusals.check_variant(variant)
     return together(
-        refusals.of_place(call.device),
-        _of_dtype(call),
-        _of_head_dims(call),
-        _of_state(call),
+        refusals.of_place(call.device), _of_dtype(call), _of_head_dims(call), _of_state(call)
     ) or device.supports(call.device, _kernels_of, *_key(call))
 
 

@@ -30,16 +30,7 @@ from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
 from tfla_tk.integrations.xlstm.explain import which
 
-__all__ = [
-    "original",
-    "register",
-    "replace",
-    "replaced",
-    "restore",
-    "restored",
-    "unregister",
-    "which",
-]
+__all__ = ["original", "register", "replace", "replaced", "restore", "restored", "unregister", "which"]
 
 _lock = threading.RLock()
 

@@ -60,10 +60,7 @@ def kinds() -> tuple[Kind, Kind]:
             f"mlstm_kernels cannot be imported: {error}. "
             f"Install it with pip install 'tfla_tk[xlstm]' or pip install mlstm-kernels==2.0.6{python}"
         ) from error
-    return (
-        Kind("chunkwise--", found[0], *_CHUNKWISE[2:]),
-        Kind("", found[1], *_STEP[2:]),
-    )
+    return (Kind("chunkwise--", found[0], *_CHUNKWISE[2:]), Kind("", found[1], *_STEP[2:]))
 
 
 def add_names() -> None:

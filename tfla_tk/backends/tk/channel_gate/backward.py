@@ -55,12 +55,7 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def backward(
-    core: GLACore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_gates: bool,
+    core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
     """dq, dk, dv, dg, dh0."""
     return _run(needs_gates, core, core, kept, do, dht)

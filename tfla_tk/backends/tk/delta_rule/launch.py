@@ -103,12 +103,7 @@ def _layout_of(shape: Shape, of_backward: Scratch, itemsize: int) -> tuple[int, 
 
 
 def backward(
-    core: DeltaRuleCore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_gates: bool,
+    core: DeltaRuleCore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
     is made again."""

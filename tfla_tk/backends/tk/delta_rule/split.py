@@ -149,12 +149,7 @@ def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: boo
 
 @functools.lru_cache(maxsize=4096)
 def forward(
-    pairs: int,
-    chunks: int,
-    dims: tuple[int, int],
-    group: int,
-    walkers: tuple[int, ...],
-    machine: Machine,
+    pairs: int, chunks: int, dims: tuple[int, int], group: int, walkers: tuple[int, ...], machine: Machine
 ) -> Forward:
     """The fastest of one sequence length, with makers, on the multiprocessors that a walk leaves idle, or
     without. pairs: sequences times heads, of so many chunks. dims: K, at most 128, and V. group: heads of

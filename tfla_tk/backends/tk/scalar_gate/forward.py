@@ -170,8 +170,7 @@ class Forward:
             launcher = instances.SEQUENTIAL
         kinds = tile, q.dtype == torch.float16, options.normalize
         kernel = build.load(
-            launcher,
-            instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
+            launcher, instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential)
         )
         one_walk = tk_walks.is_narrow(dim_qk, dim_v)
         of_cut = {"packed": packed, "batch_invariant": invariant}

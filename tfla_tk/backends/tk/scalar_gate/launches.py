@@ -221,13 +221,7 @@ def _walk(
 def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
     return x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
-        boundaries,
-        norm_parts,
-        entering,
-        x.cut,
-        x.sizes[1:],
-        backward,
-        x.device,
+        boundaries, norm_parts, entering, x.cut, x.sizes[1:], backward, x.device
     )
 
 
