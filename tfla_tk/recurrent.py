@@ -194,22 +194,11 @@ def fused_recurrent_delta_rule(
         state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_delta_rule`.
     """
+    flags = use_qk_l2norm_in_kernel, False, False, False
     result: Result = _delta_rule.serve(
         "fused_recurrent_delta_rule",
         (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, state_indices),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            False,
-            False,
-            False,
-            False,
-            None,
-            False,
-            inplace,
-            backend,
-        ),
+        (scale, output_final_state, *flags, False, None, False, inplace, backend),
     )
     return result
 
@@ -250,33 +239,12 @@ def fused_recurrent_gated_delta_rule(
         others, result and errors: as in `chunk_gated_delta_rule`.
     """
     _check_none(gk=gk, gv=gv)
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    gates = g if use_gate_in_kernel else _given(g, v, 0.0), _given(beta, v, 1.0)
     result: Result = _delta_rule.serve(
         "fused_recurrent_gated_delta_rule",
-        (
-            q,
-            k,
-            v,
-            g if use_gate_in_kernel else _given(g, v, 0.0),
-            _given(beta, v, 1.0),
-            A_log,
-            dt_bias,
-            initial_state,
-            cu_seqlens,
-            state_indices,
-        ),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            state_v_first,
-            None,
-            True,
-            inplace,
-            backend,
-        ),
+        (q, k, v, *gates, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, *flags, state_v_first, None, True, inplace, backend),
     )
     return result
 

@@ -33,18 +33,13 @@ class DeltaRuleCore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::delta_rule_fwd in their order.
 
     Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
         g: [B, T, HV] log decay, or with A_log what it is made from; None: nothing decays.
         beta: [B, T, HV], or with beta_sigmoid what it is made from. g and beta are fp32 or of 16 bits (fp64
             for fp64 q).
         A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
-        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
-        batch_invariant: the option of that name.
+        others: as of `SimpleGLACore`.
     """
 
     q: Tensor

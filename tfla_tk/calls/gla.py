@@ -16,13 +16,8 @@ class GLACore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order.
 
     Attributes:
-        q, k: [B, T, H, K]. v: [B, T, H, V], q's dtype. Any strides.
         g: [B, T, H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides.
-        initial_state: [N, H, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
-        batch_invariant: the option of that name.
+        others: as of `SimpleGLACore`, HV = H.
     """
 
     q: Tensor

@@ -79,7 +79,8 @@ def check_mlstm(
     check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
     recompute_states = check_bool("recompute_states_in_bw", recompute_states_in_bw)
     dtype = autocast_dtype(q, autocast_kernel_dtype)
-    batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, "B, NH, S")
+    sizes = _check_tokens(q, k, v, i, f, "B, NH, S")
+    batch, heads, dim_qk, dim_v = (sizes[name] for name in ("batch", "heads", "dim_qk", "dim_v"))
     if dtype is None:
         dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
@@ -97,14 +98,9 @@ def check_mlstm(
     chunk_size = check_chunk_size(chunk_size)
     return MLSTMCall(
         **transforms.of_call((q, k, v, i, f, c_initial, n_initial), (m_initial,)),
-        device=q.device,
+        **sizes,
         dtype=dtype,
-        batch=batch,
         sequences=sequences,
-        heads=heads,
-        seq=seq,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=return_last_states,
@@ -141,7 +137,8 @@ def check_mlstm_sequence(
 ) -> MLSTMCall:
     """Check a few tokens of mLSTM that go on from a state, as `mlstm_sequence` has them, and describe
     them; m is None with the sigmoid gate. of_tokens: the dimensions before the head dims."""
-    batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, of_tokens)
+    sizes = _check_tokens(q, k, v, i, f, of_tokens)
+    batch, heads, dim_qk, dim_v = (sizes[name] for name in ("batch", "heads", "dim_qk", "dim_v"))
     state: list[ExpectedTensor] = [
         ("c", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
         ("n", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
@@ -168,14 +165,9 @@ def check_mlstm_sequence(
             fail("dtype_state", f"None or {value.dtype}, the dtype of {name}, in place", dtype_state)
     return MLSTMCall(
         **of_transforms,
-        device=q.device,
+        **sizes,
         dtype=q.dtype,
-        batch=batch,
         sequences=batch,
-        heads=heads,
-        seq=seq,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=True,
@@ -188,11 +180,9 @@ def check_mlstm_sequence(
     )
 
 
-def _check_tokens(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str
-) -> tuple[int, int, int, int, int]:
-    """Check what there is of every token; B, NH, S, DHQK and DHHV. of_tokens: the dimensions before the
-    head dims; without S there is one token, with gates [B, NH, 1]."""
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str) -> dict[str, Any]:
+    """Check what there is of every token; sizes and device as fields of an `MLSTMCall`. of_tokens: the
+    dimensions before the head dims; without S there is one token, with gates [B, NH, 1]."""
     rank = of_tokens.count(",") + 2
     check_tensor("q", q, rank, f"[{of_tokens}, DHQK]")
     check_tensor("v", v, rank, f"[{of_tokens}, DHHV]")
@@ -209,8 +199,9 @@ def _check_tokens(
     )
     check_head_dim("q", q)
     check_head_dim("v", v)
-    batch, heads, *tokens = sizes
-    return batch, heads, tokens[0] if tokens else 1, q.shape[-1], dim_v
+    batch, heads, seq = (*sizes, 1)[:3]
+    of_heads = {"heads": heads, "dim_qk": q.shape[-1], "dim_v": dim_v}
+    return {"device": q.device, "batch": batch, "seq": seq, **of_heads}
 
 
 def _check_initial_state(

@@ -20,18 +20,13 @@ class RecurrentCore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::recurrent in their order.
 
     Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
         g: log decay [B, T, HV] or [B, T, HV, K]; with A_log what it is made from; None: nothing decays.
         beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
         A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
         initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number
             of packed sequences.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
-        qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
-        beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
         output_final_state: the state after the last token is wanted.
+        others: as of `DeltaRuleCore`.
     """
 
     q: Tensor
