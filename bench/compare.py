@@ -158,16 +158,13 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     """Run contests, print their tables and keep their rows, those of a run that is cut off, too; returns
     the exit status."""
     console = report.make_console()
-    record = record_path(args)
+    record = Record(args)
     if args.plot:
         plots.check_path(args.plot)
-    check_outputs(args)
     environment.fetch_thunderkittens()
     settings = _settings(args)
     _print_head(console, settings)
-    earlier = [] if record is None else results.load(record)
     outcomes: list[Outcome] = []
-    rows: list[results.Row] = []
     with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
         task = bar.add_task("", total=len(contests))
         for operator, which, shape, variants in contests:
@@ -182,17 +179,12 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
             heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
             report.print_table(console, heading, report.contest_table(found))
             report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
-            rows += [outcome.row for outcome in found if outcome.row is not None]
-            if args.json:
-                results.write(args.json, rows)
-            if record is not None:
-                results.write(record, results.merge(earlier, rows))
-    if record is not None:
-        console.print(f"{len(rows)} rows merged into {record.name}")
+            record.add([outcome.row for outcome in found if outcome.row is not None])
+    record.tell(console)
     if args.csv:
-        report.write_csv(args.csv, rows)
-    if args.plot and rows:
-        plots.write_plot(args.plot, rows)
+        report.write_csv(args.csv, record.rows)
+    if args.plot and record.rows:
+        plots.write_plot(args.plot, record.rows)
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
@@ -211,6 +203,29 @@ def _settings(args: argparse.Namespace) -> Settings:
         provenance=environment.provenance(device, args.commit),
         ceilings=measure_ceilings(device) if on_gpu else None,
     )
+
+
+class Record:
+    """Where the rows of a run go, each time some are there: --json, --update-results."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rows: list[results.Row] = []
+        self._json, self._path = args.json, record_path(args)
+        check_outputs(args)
+        self._earlier = [] if self._path is None else results.load(self._path)
+
+    def add(self, rows: Sequence[results.Row]) -> None:
+        """Keep more rows."""
+        self.rows += rows
+        if self._json:
+            results.write(self._json, self.rows)
+        if self._path is not None:
+            results.write(self._path, results.merge(self._earlier, self.rows))
+
+    def tell(self, console: Console) -> None:
+        """Print what is on record now."""
+        if self._path is not None:
+            console.print(f"{len(self.rows)} rows merged into {self._path.name}")
 
 
 def record_path(args: argparse.Namespace) -> Path | None:

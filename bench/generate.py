@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from tfla_tk.integrations import fla as integration
 
 from . import compare, environment, fla, report, results
-from .results import GENERATED, Row
+from .results import GENERATED
 from .runner import FAILED, release, verdict_on
 from .shapes import ModelShape
 from .timing import HostStopwatch, Timing
-from .usage import add_options, argument, check_outputs, positive
+from .usage import add_options, argument, positive
 
 PROMPT = 16
 PAD, END = 0, 1
@@ -99,13 +99,8 @@ def take_cache(model: nn.Module) -> nn.Module:
 
 
 MAKE: dict[str, Callable[[Sizes], nn.Module]] = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
-ON_A_GPU = dict(
-    zip(
-        GENERATED,
-        (Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)),
-        strict=True,
-    )
-)
+_ON_A_GPU = Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)
+ON_A_GPU = dict(zip(GENERATED, _ON_A_GPU, strict=True))
 ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
 
 
@@ -121,8 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the models, print their tables and keep the rows; returns the exit status."""
-    record = compare.record_path(args)
-    check_outputs(args)
+    record = compare.Record(args)
     device = environment.current_device()
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
@@ -131,7 +125,6 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = device.type == "cuda"
     new, repeats = (16, 2) if args.quick else (args.new, args.repeats)
     batches = (1,) if args.quick or not on_gpu else (1, 64)
-    rows: list[Row] = []
     failed: list[str] = []
     for name, sizes in (ON_A_GPU if on_gpu else ON_A_CPU).items():
         try:
@@ -142,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             integration.restore()
             release(device)
-        lines = []
+        lines, rows = [], []
         for (batch, variant), (times, refused) in found.items():
             shape = sizes.shape(batch, new)
             backend = variant if on_gpu else "reference"
@@ -153,28 +146,15 @@ def run(args: argparse.Namespace) -> int:
             if best is not None:
                 cells["speed-up"] = f"{best[0].ms / times.ms:.2f}x"
             lines.append((backend, cells))
-            rows.append(
-                results.new_row(
-                    name,
-                    shape,
-                    "decode",
-                    backend,
-                    "bf16" if on_gpu else "fp32",
-                    times,
-                    rel_err={},
-                    peak_mem_mb=None,
-                    note=f"generate() with prompts of {PROMPT} tokens, without CUDA graphs",
-                    **provenance,
-                )
-            )
+            note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
+            more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **provenance}
+            dtype = "bf16" if on_gpu else "fp32"
+            rows.append(results.new_row(name, shape, "decode", backend, dtype, times, **more))
         title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], new)}"
         report.print_table(console, title, report.filled_table("variant", lines))
-        if args.json:
-            results.write(args.json, rows)
+        record.add(rows)
     report.print_lines(console, [f"  {line}" for line in failed])
-    if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
-        console.print(f"{len(rows)} rows merged into {record.name}")
+    record.tell(console)
     return 1 if failed else 0
 
 

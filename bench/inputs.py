@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -112,6 +113,19 @@ def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, T
         return {}
     ends = torch.tensor([0, *shape.lengths(seed)], dtype=torch.int64).cumsum(0)
     return {OFFSETS: ends.to(device=device, dtype=torch.int32)}
+
+
+def draw_steps(
+    sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shape: Shape, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """N(0, 1) for T steps [B, ..., T, ...], those of a step contiguous, of sizes [heads, ...] and dtypes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        name: torch.randn((shape.T, shape.B, *size), generator=generator, dtype=dtype, device=device).movedim(
+            0, 2
+        )
+        for name, (size, dtype) in sizes.items()
+    }
 
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:

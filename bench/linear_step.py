@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import FORGET_BIAS
+from .inputs import FORGET_BIAS, draw_steps
 from .operators import Operator
 from .results import STEP_OF, V_FIRST
 from .shapes import Shape
@@ -49,19 +50,15 @@ def inputs(
 ) -> dict[str, Tensor]:
     """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
     layout and forget_bias mean nothing."""
-    generator = torch.Generator(device).manual_seed(seed)
-    values = shape.value_heads
-    sizes: dict[str, tuple[int, ...]]
+    values, wide = shape.value_heads, torch.promote_types(dtype, torch.float32)
     sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
-    sizes |= {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
-    sizes["state"] = values, shape.K, shape.V
-    found = {}
-    for name, size in sizes.items():
-        kind = dtype if name in ("q", "k", "v") else torch.promote_types(dtype, torch.float32)
-        drawn = torch.randn((shape.T, shape.B, *size), generator=generator, dtype=kind, device=device)
-        if name in gates:
-            drawn = torch.sigmoid(drawn) if name == "beta" else torch.nn.functional.logsigmoid(drawn + 2)
-        found[name] = drawn.movedim(0, 2)
+    gate_sizes = {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
+    of_fp32 = {**gate_sizes, "state": (values, shape.K, shape.V)}
+    of = {name: (size, dtype) for name, size in sizes.items()}
+    found = draw_steps(of | {name: (x, wide) for name, x in of_fp32.items()}, shape, device, seed)
+    for gate in gates:
+        drawn = found[gate]
+        found[gate] = torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2)
     return found
 
 

@@ -249,7 +249,9 @@ def measure(task: Task) -> list[Outcome]:
     else:
         model = build(task, "inference", task.kept_dtype).eval()
     make_step = {"train": _training, "prefill": _prefill, "decode": _decode}[task.phase](task, model)
-    stopwatch = _stopwatch(task)
+    # long steps without an untimed run and without a flush of the L2 cache before
+    by_events = task.phase == "decode" and task.on_gpu
+    stopwatch = (CudaStopwatch if by_events else HostStopwatch)(task.device)
     outcomes = [Outcome(variant) for variant in task.variants]
     bound = {each.variant: each.run(partial(bindings, model, each.variant)) for each in outcomes}
 
@@ -278,7 +280,9 @@ def measure(task: Task) -> list[Outcome]:
                 outcome.figures[batch] = Figures(Timing.of(list(times)), peak)
         if task.phase == "decode" and task.on_gpu:
             for outcome in outcomes:
-                graph_ms = run(outcome, partial(_graph_ms, task, step, stopwatch))
+                captured = run(outcome, partial(capture, step, task.device))
+                timed = captured and run(outcome, partial(time_one, captured.replay, task.repeats, stopwatch))
+                graph_ms = timed and timed.ms
                 if not outcome.status:
                     outcome.figures[batch].graph_ms = graph_ms
     for batch in task.batches if task.on_gpu else ():
@@ -304,12 +308,8 @@ def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     for block in model.backbone.blocks:
         block.forward = partial(recomputed, block.forward)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
-
-    def make_step(batch: int) -> Callable[[], object]:
-        tokens = task.random_tokens(batch, task.length + 1)
-        return partial(_training_step, model, optimizer, tokens, autocast=task.on_gpu)
-
-    return make_step
+    step = partial(_training_step, model, optimizer, autocast=task.on_gpu)
+    return lambda batch: partial(step, task.random_tokens(batch, task.length + 1))
 
 
 def _training_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, *, autocast: bool) -> None:
@@ -333,11 +333,7 @@ def _summed_loss(model: Any, x: Tensor, targets: Tensor) -> Tensor:
 
 def _prefill(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     """Prompts through the model in one pass, with the logits of every token and the state."""
-
-    def make_step(batch: int) -> Callable[[], object]:
-        return torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
-
-    return make_step
+    return lambda batch: torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
 
 
 def _decode(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
@@ -386,18 +382,6 @@ def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
         if any(part in name for part in KERNELS) or name.startswith(INDUCTOR):
             found += time
     return found / total if total else None
-
-
-def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:
-    """Median over replays of a CUDA graph of the step; None where it cannot be captured."""
-    captured = capture(step, task.device)
-    return None if captured is None else time_one(captured.replay, task.repeats, stopwatch).ms
-
-
-def _stopwatch(task: Task) -> Stopwatch:
-    """Long steps are timed without an untimed run and without a flush of the L2 cache before."""
-    events = task.phase == "decode" and task.on_gpu
-    return CudaStopwatch(task.device) if events else HostStopwatch(task.device)
 
 
 # Agreement
@@ -510,14 +494,13 @@ def train(
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
     """Relative Frobenius error; NaN where one is not finite."""
-    return _finite_or_nan((found.double() - truth.double()).norm() / truth.double().norm())
+    return _or_nan((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def largest_difference(found: Tensor, truth: Tensor) -> float:
     """NaN where one is not finite."""
-    return _finite_or_nan((found.double() - truth.double()).abs().max())
+    return _or_nan((found.double() - truth.double()).abs().max())
 
 
-def _finite_or_nan(x: Tensor) -> float:
-    # a table and a results row take either as "no figure"
+def _or_nan(x: Tensor) -> float:
     return x.item() if x.isfinite() else math.nan

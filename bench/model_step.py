@@ -38,7 +38,7 @@ from .model_phases import (
 )
 from .results import MODEL, Row, rounded
 from .shapes import PHASES
-from .usage import UsageError, add_options, check_outputs, names
+from .usage import UsageError, add_options, names
 
 ALL_PHASES = (*PHASES, AGREEMENT)
 NOTES = {
@@ -107,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.layers is not None and args.layers < 1:
         raise UsageError(f"--layers: expected a positive number, got {args.layers}")
-    record = compare.record_path(args)
-    check_outputs(args)
+    record = compare.Record(args)
     device = environment.current_device()
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
@@ -120,7 +119,6 @@ def run(args: argparse.Namespace) -> int:
         f"xLSTMLarge of width {model.width}, {model.heads} heads, {model.vocabulary:,} tokens; "
         f"speed-up: against the fastest baseline of the phase."
     )
-    rows: list[Row] = []
     failed: list[str] = []
     agreed: Sequence[Outcome] = ()
     for asked in tasks:
@@ -131,12 +129,8 @@ def run(args: argparse.Namespace) -> int:
         failed += failures(task.phase, outcomes)
         if task.phase == AGREEMENT:
             agreed = outcomes
-        rows += make_rows(task, outcomes, agreed, provenance)
-        if args.json:
-            results.write(args.json, rows)
-    if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
-        console.print(f"{len(rows)} rows merged into {record.name}")
+        record.add(make_rows(task, outcomes, agreed, provenance))
+    record.tell(console)
     return 1 if failed else 0
 
 

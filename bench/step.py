@@ -23,7 +23,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import linear_step
 from .compare import Contest, add_run_arguments, carry_out
-from .inputs import FORGET_BIAS
+from .inputs import FORGET_BIAS, draw_steps
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .shapes import Shape, parse_shapes
@@ -44,15 +44,11 @@ def step_inputs(
 ) -> dict[str, Tensor]:
     """q, k, v, i, f and c, n, m of T steps [B, NH, T, ...], N(0, 1), f + forget_bias; those of one step
     are contiguous. dtype: of q, k, v and of the state. layout means nothing."""
-    generator = torch.Generator(device).manual_seed(seed)
     dims: dict[str, tuple[int, ...]]
     dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}
     dims |= {"c": (shape.K, shape.V), "n": (shape.K,), "m": (1,)}
-    found = {}
-    for name, own in dims.items():
-        kind = torch.float32 if name in "if" else dtype
-        sizes = (shape.T, shape.B, shape.H, *own)
-        found[name] = torch.randn(sizes, generator=generator, dtype=kind, device=device).movedim(0, 2)
+    of = {name: ((shape.H, *own), torch.float32 if name in "if" else dtype) for name, own in dims.items()}
+    found = draw_steps(of, shape, device, seed)
     found["f"] += forget_bias
     return found
 
