@@ -22,6 +22,7 @@ run, the reference serves every call. Importing this module does not import fla.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -307,11 +308,12 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     ours = getattr(tfla_tk, name)
     if _is_on_cpu(options):
         return _by(name, "reference", _ON_A_CPU, functools.partial(ours, **options, backend="reference"))
+    own_call = functools.partial(own, *args, **kwargs)
     refused = _refused[name]
     if not compiling and len(refused):
         reason = refused.get(_signature(options))
         if reason is not None:
-            return _by_fla(name, own, args, kwargs, reason)
+            return _by(name, "fla", reason, own_call)
     try:
         result = ours(**options, backend="tk")
     except UnsupportedError as error:
@@ -329,15 +331,7 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return result
     if compiling:
         return own(*args, **kwargs)
-    return _by_fla(name, own, args, kwargs, reason)
-
-
-def _by_fla(
-    name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-) -> Any:
-    """A call that the kernels refuse, by fla's own function."""
-    with fla_own.on_its_own():
-        return _by(name, "fla", reason, functools.partial(own, *args, **kwargs))
+    return _by(name, "fla", reason, own_call)
 
 
 _ON_A_CPU = "the tensors are on a CPU"
@@ -469,7 +463,8 @@ def _is_on_cpu(options: dict[str, Any]) -> bool:
 def _by(name: str, backend: str, reason: str, call: Callable[[], Any]) -> Any:
     """What a call by a backend returns, with the log before it and the record behind it."""
     _tell(name, backend, reason)
-    result = call()
+    with fla_own.on_its_own() if backend == "fla" else contextlib.nullcontext():
+        result = call()
     _record(name, backend, reason)
     return result
 

@@ -37,11 +37,6 @@ def known_sizes(device: torch.device, *sizes: Any) -> tuple[int, ...] | None:
     return None if symbolic or device.index is None else (*sizes, device.index)
 
 
-def not_on_a_gpu(device: torch.device) -> Support:
-    """The refusal of tensors that are elsewhere."""
-    return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
-
-
 def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
     """Whether instances, kernels_of(*key), can be had and run on a GPU of this machine; nothing is loaded."""
     reason, remedy = device_fault(device.index)

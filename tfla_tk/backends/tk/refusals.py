@@ -31,7 +31,8 @@ def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
 def of_place(where: torch.device) -> Support | None:
     """Why no kernel can run where the tensors are, or None."""
     if where.type != "cuda":
-        return device.not_on_a_gpu(where)
+        reason = f"the kernels run on a GPU, the tensors are on {where}"
+        return Support(False, reason, "move them to a GPU")
     reason, remedy = device.device_fault(where.index)
     return Support(False, reason, remedy) if reason else None
 
