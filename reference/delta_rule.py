@@ -45,19 +45,8 @@ def gated_delta_rule_recurrent(
     """Gated delta rule token by token: the specification of the operator.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
-            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
         g: [B, T, HV] natural-log decay, or [B, T, HV, K] per channel. beta: [B, T, HV] writing strength.
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-
-    Returns:
-        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+        others, result and errors: as of :func:`simple_gla_recurrent`.
     """
     form = partial(scan_tokens, gated_delta_step)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)

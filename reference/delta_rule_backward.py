@@ -80,9 +80,6 @@ def gated_delta_rule_backward(
     Args:
         do: [B, T, HV, V] gradient of o. dht: [N, HV, K, V] gradient of the last state; None is zero.
         others: as in :func:`gated_delta_rule_recurrent`; the result does not depend on ``chunk_size``.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
     form = BackwardForm(_chunk_forward, _chunk_backward)
     found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens, chunk_size)
@@ -92,12 +89,7 @@ def gated_delta_rule_backward(
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[tuple[Any, ...], States]:
-    """The decay (`ChunkDecay`), KK, QK, A, V - X and U of one chunk, and the state that leaves it.
-
-    Args:
-        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g: [B, H, L] or [B, H, L, K]. beta: [B, H, L].
-        s: [B, H, K, V], enters the chunk.
-    """
+    """The decay (`ChunkDecay`), KK, QK, A, V - X and U of a chunk with q scaled, and the state behind it."""
     decay = chunk_decay(g, q)
     overlap = decay.products(k, k).tril(-1)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
@@ -109,23 +101,9 @@ def _chunk_forward(
     return (decay, overlap, decay.products(q, k), inverse, unwritten, writes), (leaving,)
 
 
-def _chunk_backward(
-    forward: tuple[Any, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    do: Tensor,
-    s: Tensor,
-    ds: Tensor,
-) -> States:
-    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk: R, then D1 and D2.
-
-    Args:
-        q (scaled), k, v, g, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state
-            that leaves the chunk.
-    """
+def _chunk_backward(forward: tuple[Any, ...], *given: Tensor) -> States:
+    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk: R, then D1 and D2."""
+    q, k, _, _, beta, do, s, ds = given
     decay, overlap, scores, inverse, unwritten, writes = forward
     through, to_end, whole = decay.through, decay.to_end, decay.whole
     beta = beta[..., None]

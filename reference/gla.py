@@ -44,18 +44,8 @@ def gla_recurrent(
     """Gated linear attention token by token: the specification of the operator.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, H, V]. Any float dtype; computed in the common dtype, at least fp32.
         g: [B, T, H, K] natural-log decay per channel.
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, H, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-
-    Returns:
-        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None).
-
-    Raises:
-        ValueError: ``cu_seqlens`` that does not fit.
+        others, result and errors: as of :func:`simple_gla_recurrent`, HV = H.
     """
     form = partial(scan_tokens, linear_step)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
@@ -112,9 +102,6 @@ def gla_backward(
         do: [B, T, H, V] gradient of o. dht: [N, H, K, V] gradient of the last state; None is zero.
         others: as in :func:`gla_recurrent`; the result does not depend on ``chunk_size``. A chunk needs
             memory for B H K chunk_size^2 numbers.
-
-    Raises:
-        ValueError: ``cu_seqlens`` that does not fit.
     """
     form = BackwardForm(linear_chunk, linear_chunk_backward)
     found = run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens, chunk_size)

@@ -36,18 +36,11 @@ def run_linear(
 
     Args:
         form: maps tokens [N, HV, T, ...] and a state [N, HV, K, V] to (o [N, HV, T, V], (state,)).
-        q, k: [B, T, H, K]; their heads are repeated to those of v. v: [B, T, HV, V]. gates: [B, T, HV, ...].
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one.
-        state_v_first: initial_state and the last state are [N, HV, V, K].
+        gates: [B, T, HV, ...]. state_v_first: initial_state and the last state are [N, HV, V, K].
+        others and errors: as of :func:`~.simple_gla.simple_gla_recurrent`.
 
     Returns:
         (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None), contiguous.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
     q, k = repeat_heads(q, k, v)
     batch, _, heads, dim_v = v.shape
@@ -68,11 +61,7 @@ def run_linear(
 
 
 def head_groups(q: Tensor, v: Tensor) -> int:
-    """How many heads of v [B, T, HV, V] every head of q [B, T, H, K] serves.
-
-    Raises:
-        ValueError: HV is no multiple of H.
-    """
+    """How many heads of v [B, T, HV, V] every head of q [B, T, H, K] serves; ValueError for a fraction."""
     heads, value_heads = q.shape[2], v.shape[2]
     if heads == value_heads:
         return 1

@@ -65,28 +65,10 @@ def _chunk_forward(*args: Tensor, **options: Any) -> tuple[MLSTMChunk, States]:
     return chunk, (chunk.c, chunk.n, chunk.m)
 
 
-def _chunk_backward(
-    forward: MLSTMChunk,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_i: Tensor,
-    log_f: Tensor,
-    dh: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor,
-    dc: Tensor,
-    dn: Tensor,
-) -> States:
-    """dq, dk, dv, the gradients of the log gates and those of the incoming C and n, of one chunk.
-
-    Args:
-        forward: the chunk's forward terms.
-        q, k: [B, NH, L, K]. v: [B, NH, L, V]. log_i, log_f: [B, NH, L].
-        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1]. Incoming state.
-        dh: [B, NH, L, V]. dc: [B, NH, K, V]. dn: [B, NH, K]. Gradients of h and of the outgoing state.
-    """
+def _chunk_backward(forward: MLSTMChunk, *given: Tensor) -> States:
+    """dq, dk, dv, the gradients of the log gates and those of the incoming C and n, of one chunk, from its
+    forward terms, tokens, dh [B, NH, L, V], the incoming state and the gradients of the outgoing C and n."""
+    q, k, v, _, _, dh, c, n, _, dc, dn = given
     scale = q.shape[-1] ** -0.5
     gates, w_end = forward.gates, forward.gates[..., -1, :, None]
     r = scale * forward.inter[..., None]
@@ -143,15 +125,11 @@ def mlstm_backward(
     """Exact gradients of mLSTM by the explicit formulas.
 
     Args:
-        q, k: [B, NH, S, K]. v: [B, NH, S, V]. i, f: [B, NH, S] pre-activations.
-        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], not used by the sigmoid gate.
-            N is B, or the number of sequences with ``cu_seqlens``.
         dh: [B, NH, S, V] gradient of h.
         dc_last: [N, NH, K, V]. dn_last: [N, NH, K]. Gradients of the last state; None is zero.
-        eps, chunk_size: as in the forward; the result does not depend on ``chunk_size``.
-        sigmoid_gate: mLSTMsig instead of mLSTMexp.
+        sigmoid_gate: mLSTMsig instead of mLSTMexp, which does not use m_initial.
         normalize: as in mLSTMsig; False ignores n_initial and dn_last.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+        others: as of :func:`~.mlstm.mlstm_chunkwise`; the result does not depend on ``chunk_size``.
     """
     tokens = (q, k, v, i, f)
     c, n, m = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)

@@ -131,10 +131,7 @@ def simple_gla_backward(
 
     Args:
         do: [B, T, HV, V] gradient of o. dht: gradient of the last state, shaped like it; None is zero.
-        others: as in :func:`simple_gla_recurrent`; the result does not depend on ``chunk_size``.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+        others and errors: as of :func:`simple_gla_recurrent`; the result does not depend on ``chunk_size``.
     """
     form = BackwardForm(linear_chunk, linear_chunk_backward)
     gates = (log_decay(v, g, g_gamma),)

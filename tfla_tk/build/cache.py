@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfla_tk import env
-from tfla_tk.build import sources
-from tfla_tk.build.compiler import (
-    DEVICE_FLAGS,
-    EXTENSION_SOURCE,
-    HOST_FLAGS,
-    LAUNCHER_FLAGS,
-    LINK_FLAGS,
-    LOADER_SOURCE,
-    source_of,
-)
+from tfla_tk.build import compiler, sources
+from tfla_tk.build.compiler import DEVICE_FLAGS
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import Instance, Launcher
 from tfla_tk.build.locking import (
@@ -109,13 +101,13 @@ def source_key(artifact: Artifact, kittens: str) -> str:
     """A key of what an artifact is compiled from, with the identity of ThunderKittens; the same on every
     machine."""
     if isinstance(artifact, Instance):
-        text = source_of([artifact]), sorted(artifact.launcher.defines)
+        text = compiler.source_of([artifact]), sorted(artifact.launcher.defines)
         return _digest_of([text, _source_digests((artifact.header,)), kittens, DEVICE_FLAGS])
     if isinstance(artifact, Launcher):
-        files = artifact.source, artifact.bindings, LOADER_SOURCE
-        flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
+        files = artifact.source, artifact.bindings, compiler.LOADER_SOURCE
+        flags = compiler.LAUNCHER_FLAGS, compiler.HOST_FLAGS, compiler.LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
-    return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS])
+    return _digest_of([_source_digests((compiler.EXTENSION_SOURCE,)), compiler.HOST_FLAGS])
 
 
 def headers_of(artifacts: Iterable[Artifact]) -> list[str]:
