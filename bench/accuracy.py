@@ -196,9 +196,7 @@ class Truth:
 
     def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
-
-        A parameter's gradient is left out where not everything was picked.
-        """
+        A parameter's gradient is left out where not everything was picked."""
         values = self.values[kind]
         return {
             name: self._error(name, values[name], tensor) for name, tensor in found.items() if name in values

@@ -38,10 +38,8 @@ class Ceilings:
 
 @functools.lru_cache(maxsize=8)
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both rates on a CUDA device; once per process and device.
-
-    The operands are random: a product of zeros runs faster than one of real data.
-    """
+    """Measure both rates on a CUDA device; once per process and device. The operands are random: a product
+    of zeros runs faster than one of real data."""
     return Ceilings(copy=_copy_rate(device), gemm=_gemm_rate(device))
 
 

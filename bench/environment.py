@@ -82,10 +82,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def fetch_thunderkittens() -> None:
-    """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it.
-
-    Where it cannot be had, the tk backend refuses its calls with the reason and the remedy.
-    """
+    """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it. Where
+    it cannot be had, the tk backend refuses its calls with the reason and the remedy."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER:
         with contextlib.suppress(build.BuildError):
             if prebuilt.index() is None:

@@ -69,11 +69,9 @@ def is_guarded(function: str) -> bool:
 
 @contextlib.contextmanager
 def lifted_guard(function: str) -> Iterator[bool]:
-    """FLA's guard off within the block, on again after it; gives whether there was one.
-
-    The guard stands for kernels that some versions of Triton miscompile: what is computed within the block
-    is to be compared with the truth before anything else is done with it.
-    """
+    """FLA's guard off within the block, on again after it; gives whether there was one. The guard stands
+    for kernels that some versions of Triton miscompile: what is computed within the block is to be
+    compared with the truth before anything else is done with it."""
     if not is_guarded(function):
         yield False
         return

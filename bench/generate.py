@@ -86,9 +86,7 @@ def make_gla(sizes: Sizes) -> nn.Module:
 
 def take_cache(model: nn.Module) -> nn.Module:
     """A model of fla 0.6 for transformers from 5.24 on, whose `generate()` calls the cache `cache`.
-
-    Without this it overlooks the cache, and goes on from the last token alone.
-    """
+    Without this it overlooks the cache, and goes on from the last token alone."""
     forward = model.forward
 
     def with_cache(*args: Any, cache: Any = None, **options: Any) -> Any:

@@ -136,10 +136,8 @@ class Outcome:
     reason: str = ""
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """What the work gives; None where it raises, which is the outcome then.
-
-        Errors that are no fault of the variant alone are raised: no memory, or a GPU that has failed.
-        """
+        """What the work gives; None where it raises, which is the outcome then. Errors that are no fault
+        of the variant alone are raised: no memory, or a GPU that has failed."""
         try:
             return work()
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -240,10 +238,8 @@ def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(task: Task) -> list[Outcome]:
-    """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches, last.
-
-    A variant that raises is out, the others go on.
-    """
+    """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches,
+    last. A variant that raises is out, the others go on."""
     if task.phase == "train":
         model = build(task, "train", torch.float32)
     else:
@@ -369,10 +365,8 @@ def _kernel_share(step: Callable[[], object], device: torch.device) -> float | N
 
 
 def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
-    """Share of the mLSTM kernels in the time of (name, start, end) triples; None where there is no time.
-
-    A kernel that starts before those before it end waits for them: its time counts from there.
-    """
+    """Share of the mLSTM kernels in the time of (name, start, end) triples; None where there is no time. A
+    kernel that starts before those before it end waits for them: its time counts from there."""
     total = found = 0.0
     free = -math.inf
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1:]):
@@ -388,12 +382,10 @@ def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
 
 
 def agreement(task: Task) -> list[Outcome]:
-    """Logits and first losses of every variant against mlstm_kernels' fp32 native path, TRUTH.
-
-    Errors of "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
-    difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in the
-    same dtypes: what rounding around the mLSTM comes to.
-    """
+    """Logits and first losses of every variant against mlstm_kernels' fp32 native path, TRUTH. Errors of
+    "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
+    difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in
+    the same dtypes: what rounding around the mLSTM comes to."""
     names = (NOISE, *(name for name in task.variants if name != NOISE))
     outcomes = {name: Outcome(name) for name in (TRUTH, *names)}
     for kinds, results_of, difference in (

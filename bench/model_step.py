@@ -101,10 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the phases, print their tables and keep the rows; returns the exit status.
-
-    A run that is cut off leaves the rows of the phases before.
-    """
+    """Run the phases, print their tables and keep the rows; returns the exit status. A run that is cut off
+    leaves the rows of the phases before."""
     if args.layers is not None and args.layers < 1:
         raise UsageError(f"--layers: expected a positive number, got {args.layers}")
     record = compare.Record(args)

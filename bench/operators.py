@@ -26,10 +26,8 @@ MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[
 
 
 class Limits(NamedTuple):
-    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates' gradients.
-
-    The initial states' gradients are sums of products of the operands, as dq, dk and dv are.
-    """
+    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates'
+    gradients. The initial states' gradients are sums of products of the operands, as dq, dk and dv are."""
 
     output: float
     operands: float

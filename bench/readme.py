@@ -78,9 +78,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def headline(rows: Sequence[Row]) -> list[Pair]:
     """What the README's figure shows: tk in bf16, on the default inputs, against its run's best baseline.
-
-    Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order.
-    """
+    Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["dtype"] == "bf16" and is_plain(row) and _place(row) is not None:
@@ -213,10 +211,8 @@ CONTEST: Columns = (
 
 
 def _packages(title: str, rows: Sequence[Row]) -> str:
-    """The times of several packages beside tk, one line per problem of which a run has more than one.
-
-    The variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest.
-    """
+    """The times of several packages beside tk, one line per problem of which a run has more than one. The
+    variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest."""
     by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if is_baseline(row):
@@ -339,10 +335,8 @@ def _generated(op: str, rows: Sequence[Row]) -> str:
 
 
 def _models(rows: Sequence[Row]) -> str:
-    """Whole models, one line per phase and shape; empty where no row is of tk or Triton.
-
-    Decoding is shown through CUDA graphs where both were captured.
-    """
+    """Whole models, one line per phase and shape; empty where no row is of tk or Triton. Decoding is shown
+    through CUDA graphs where both were captured."""
     found = []
     for pair in (pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)):
         through_graphs = _through_graphs(pair)

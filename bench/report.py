@@ -102,10 +102,8 @@ def make_table(*words: str, numbers: Iterable[str]) -> Table:
 
 
 def filled_table(word: str, lines: Sequence[tuple[str, Mapping[str, str]]]) -> Table:
-    """A table of named lines of cells by column, which the longest line has all of.
-
-    Columns that no line fills are left out; a line with fewer cells than the longest is dim.
-    """
+    """A table of named lines of cells by column, which the longest line has all of. Columns that no line
+    fills are left out; a line with fewer cells than the longest is dim."""
     widest = max((cells for _, cells in lines), key=len)
     columns = [column for column in widest if any(cells.get(column) for _, cells in lines)]
     table = make_table(word, numbers=columns)
@@ -149,10 +147,8 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column.
-
-    What a row lacks is an empty cell.
-    """
+    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column. What a row
+    lacks is an empty cell."""
     plain = [key for key in REQUIRED if key not in ("op", "shape", "rel_err")]
     errors = dict.fromkeys(f"rel_err_{name}" for row in rows for name in row["rel_err"])
     header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *OPTIONAL]

@@ -216,10 +216,8 @@ def load(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes.
-
-    The file is replaced at once, so that there is a whole one whenever a run is cut off.
-    """
+    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes. The
+    file is replaced at once, so that there is a whole one whenever a run is cut off."""
     lines = []
     for row in rows:
         validate(row)
@@ -273,10 +271,8 @@ def rounded(value: float, digits: int = 5) -> float:
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The fastest row of a baseline per contest: what a speed-up is measured against.
-
-    Every row on record passed its correctness check, so the fastest is the best correct one.
-    """
+    """The fastest row of a baseline per contest: what a speed-up is measured against. Every row on record
+    passed its correctness check, so the fastest is the best correct one."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in sorted(filter(is_baseline, rows), key=lambda row: row["ms"]):
         best.setdefault(contest_of(row), row)
@@ -308,11 +304,8 @@ class Pair(NamedTuple):
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
     """Per problem the tk row of the shipped kernels and the best baseline of its run, in the rows' order.
-
-    The tk row is that of the latest run with a baseline (the ablation has none), else of the
-    latest; where there is none, the best baseline of the latest run stands alone. A problem with neither is
-    left out.
-    """
+    The tk row is that of the latest run with a baseline (the ablation has none), else of the latest; where
+    there is none, the best baseline of the latest run stands alone. A problem with neither is left out."""
     rows = list(rows)
     best = baselines(rows)
     problems: dict[tuple[Any, ...], list[Row]] = {}

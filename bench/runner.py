@@ -52,11 +52,8 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What became of one variant: a row, or the reason why there is none.
-
-    errors are against fp64, of a part of the call where `partial`; notes say what is to be known of them and
-    of the variant.
-    """
+    """What became of one variant: a row, or the reason why there is none. errors are against fp64, of a
+    part of the call where `partial`; notes say what is to be known of them and of the variant."""
 
     op: str
     shape: Shape
@@ -221,10 +218,8 @@ def check(
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
-    """The parallel form has matrices [S, S]; long sequences would fill the memory.
-
-    The reference loops over packed sequences; many would take minutes.
-    """
+    """The parallel form has matrices [S, S]; long sequences would fill the memory. The reference loops
+    over packed sequences; many would take minutes."""
     shape = outcome.shape
     if outcome.variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
         raise UnsupportedError(outcome.variant.call, f"it computes {shape.N:,} sequences one after the other")
@@ -272,12 +267,10 @@ def _time(
 def _other_times(
     step: timing.Step, found: timing.Timing, settings: Settings, *, always_graph: bool
 ) -> dict[str, float]:
-    """What else a row tells of a step on a GPU, by the row's keys.
-
-    The host's time for one call, unless it is a long one. The time of CUDA-graph replays, the graph's
-    kernels and the host's time to launch as many empty ones: for a step so short that its launches may
-    dominate (below GRAPH_BELOW_MS, or mostly the host's time), with `always_graph` for every step.
-    """
+    """What else a row tells of a step on a GPU, by the row's keys. The host's time for one call, unless it
+    is a long one. The time of CUDA-graph replays, the graph's kernels and the host's time to launch as
+    many empty ones: for a step so short that its launches may dominate (below GRAPH_BELOW_MS, or mostly
+    the host's time), with `always_graph` for every step."""
     more: dict[str, float] = {}
     if settings.device.type != "cuda":
         return more

@@ -73,11 +73,9 @@ class Shape:
         return {name: value for name, value in named.items() if value is not None}
 
     def lengths(self, seed: int = 0) -> list[int]:
-        """The lengths of the sequences: T of each, or N unequal ones of T tokens in all.
-
-        Packed sequences have between a half and one and a half of the T / N tokens, but for rounding, and at
-        least one token. Equal seeds give equal lengths on any machine.
-        """
+        """The lengths of the sequences: T of each, or N unequal ones of T tokens in all. Packed sequences
+        have between a half and one and a half of the T / N tokens, but for rounding, and at least one
+        token. Equal seeds give equal lengths on any machine."""
         if self.N is None:
             return [self.T] * self.B
         source = random.Random(seed)
@@ -209,10 +207,8 @@ FlopsOfDims = Callable[[int, int], int]
 
 
 def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once.
-
-    The backward has two sweeps, dq forward in time, dk and dv backward in time, with no state in memory.
-    """
+    """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once. The backward has two sweeps, dq
+    forward in time, dk and dv backward in time, with no state in memory."""
     dims = itemsize * (shape.K + shape.V)
     forward = Cost(flops.forward(shape.K, shape.V), 2 * dims + 12)
     return forward, Cost(flops.backward(shape.K, shape.V), 5 * dims)
@@ -226,12 +222,10 @@ def _linear(
     by_channel: bool = False,
 ) -> PerToken:
     """An operator with so many fp32 gates per token and head of v, and K more where they are by channel.
-
-    Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the gates,
-    do and the gradients of the inputs. q and k are read once per head of their own, however many heads of v
-    share it, and so are the products that none of v enters (Q K^T, and in the backward dq and dk within a
-    chunk) counted once.
-    """
+    Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the
+    gates, do and the gradients of the inputs. q and k are read once per head of their own, however many
+    heads of v share it, and so are the products that none of v enters (Q K^T, and in the backward dq and
+    dk within a chunk) counted once."""
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
         keys, values = shape.K / shape.group, shape.V

@@ -128,10 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
-
-    Without a GPU the reference alone.
-    """
+    """Time the steps with the options of `compare.add_run_arguments`; returns the exit status. Without a
+    GPU the reference alone."""
     on_gpu = torch.cuda.is_available()
     contests = []
     for op in args.op:

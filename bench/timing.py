@@ -36,10 +36,8 @@ class Stopwatch(Protocol):
 
 
 class CudaStopwatch:
-    """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue.
-
-    An untimed run comes before the first one after a wait, which meets an idle GPU and a late host.
-    """
+    """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue. An
+    untimed run comes before the first one after a wait, which meets an idle GPU and a late host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,10 +119,8 @@ class Timing:
 
 
 def warm_up(step: Step, stopwatch: Stopwatch, budget_ms: float = math.inf) -> float:
-    """Run a step until it is warm (compiled, allocator filled); the time of its last run in ms.
-
-    A step whose first run spends the budget is taken as warm.
-    """
+    """Run a step until it is warm (compiled, allocator filled); the time of its last run in ms. A step
+    whose first run spends the budget is taken as warm."""
     elapsed = math.inf
     for _ in range(WARM_UP + 1):
         read = stopwatch.run(step)
@@ -160,10 +156,8 @@ def time_one(step: Step, repeats: int, stopwatch: Stopwatch) -> Timing:
 
 
 def host_us(step: Step, wait: Callable[[], object]) -> float:
-    """Median time in us of the host for one call of a warm step, over HOST_CALLS calls.
-
-    The calls come back to back in bursts of HOST_BURST; `wait` drains the queue between bursts.
-    """
+    """Median time in us of the host for one call of a warm step, over HOST_CALLS calls. The calls come
+    back to back in bursts of HOST_BURST; `wait` drains the queue between bursts."""
     times = []
     for call in range(HOST_CALLS):
         if call % HOST_BURST == 0:

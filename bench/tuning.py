@@ -18,11 +18,10 @@ _OF_LAUNCH = ("grid", "warmup")
 
 @contextlib.contextmanager
 def configs_compiled_by(threads: int) -> Iterator[None]:
-    """Within the block an autotuner has so many threads compile the configurations that it is about to time.
-
-    By itself it compiles each one right before it times it, which takes minutes for FLA's backward. What is
-    timed stays the same. A configuration that does not compile is left to the autotuner, which drops it.
-    """
+    """Within the block an autotuner has so many threads compile the configurations that it is about to
+    time. By itself it compiles each one right before it times it, which takes minutes for FLA's backward.
+    What is timed stays the same. A configuration that does not compile is left to the autotuner, which
+    drops it."""
     if threads == 1 or find_package("triton") is None:
         yield
         return

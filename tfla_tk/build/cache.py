@@ -242,10 +242,8 @@ Include: TypeAlias = tuple[bytes, bytes]
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Include]]:
-    """The digest of a file in this state, and its includes.
-
-    A condition around an include does not count, nor does a comment.
-    """
+    """The digest of a file in this state, and its includes. A condition around an include does not count,
+    nor does a comment."""
     content = sources.read(path)
     includes = []
     for line in _INCLUDE.findall(content):
@@ -260,10 +258,8 @@ def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Inclu
 
 def _found(include: Include, folder: Path, root: Path) -> list[Path]:
     """The file of ``kernels/`` that an include in a file of this folder is of, found as nvcc finds it.
-
-    What is not found there belongs to ThunderKittens, CUDA, Python or the compiler, which are in the key by
-    their versions.
-    """
+    What is not found there belongs to ThunderKittens, CUDA, Python or the compiler, which are in the key
+    by their versions."""
     quoted, bracketed = include
     for place in ([folder] if quoted else []) + [root]:
         # not `resolve`: kernels/ may be a link, or hold some

@@ -26,10 +26,8 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory in ``parent``, removed at the end unless it was renamed away.
-
-    The caller holds the lock on ``prefix``: what a killed process left under it is removed too.
-    """
+    """A new directory in ``parent``, removed at the end unless it was renamed away. The caller holds the
+    lock on ``prefix``: what a killed process left under it is removed too."""
     for stale in parent.glob(f".{glob.escape(prefix)}-*"):
         shutil.rmtree(stale, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=parent))
@@ -51,10 +49,8 @@ def private_directory(path: Path) -> Path:
 
 def check_directory(path: Path) -> None:
     """Refuse a directory that another user can write, root aside: its content is code that would be run.
-
-    The user's own directory is made private where others can write it; where they can only read it, it may be
-    on a file system that cannot be written.
-    """
+    The user's own directory is made private where others can write it; where they can only read it, it may
+    be on a file system that cannot be written."""
     state = path.stat()
     if state.st_uid == os.geteuid():
         if state.st_mode & 0o022:

@@ -17,12 +17,9 @@ CHUNK_SIZES = (16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleCall(LinearCall):
-    """A call of the delta rule as backends judge it.
-
-    gate is "none" (nothing decays: chunk_delta_rule), "token" (g is the log decay) or "raw" (g becomes the
-    log decay by A_log and dt_bias). The flags say what is still to be made of the inputs: the norm of q and
-    k, the sigmoid of beta, and its factor of 2.
-    """
+    """A call of the delta rule as backends judge it. gate is "none" (nothing decays: chunk_delta_rule),
+    "token" (g is the log decay) or "raw" (g becomes the log decay by A_log and dt_bias). The flags say
+    what is still to be made of the inputs: the norm of q and k, the sigmoid of beta, and its factor of 2."""
 
     qk_l2norm: bool = False
     beta_sigmoid: bool = False

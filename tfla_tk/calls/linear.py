@@ -63,9 +63,7 @@ class LinearCall(Call):
 
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
         """Whether a recurrence serves the call best: up to `most` tokens per sequence, without gradients.
-
-        Of packed sequences, whose lengths are on the device, the mean counts.
-        """
+        Of packed sequences, whose lengths are on the device, the mean counts."""
         sequences = self.sequences if self.varlen else 1
         return self.recurrent and not self.requires_grad and self.seq <= most * sequences
 
@@ -273,11 +271,9 @@ def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
 
 
 def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
-    """cu_seqlens_cpu has the entries of cu_seqlens, where these lie on the CPU and nothing traces the call.
-
-    Other arguments pass, also of wrong types. This reads values, on which plans do not depend, so a public
-    function asks it in every call, before it looks for a plan.
-    """
+    """cu_seqlens_cpu has the entries of cu_seqlens, where these lie on the CPU and nothing traces the
+    call. Other arguments pass, also of wrong types. This reads values, on which plans do not depend, so a
+    public function asks it in every call, before it looks for a plan."""
     if not isinstance(cu_seqlens, Tensor) or not isinstance(cu_seqlens_cpu, Tensor):
         return
     tensors = cu_seqlens, cu_seqlens_cpu

@@ -116,10 +116,8 @@ class CallMemo(Generic[Result]):
         self._latest = None
 
     def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
-        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one signature.
-
-        eager says that the call is such a one: nothing traces or intercepts it.
-        """
+        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one
+        signature. eager says that the call is such a one: nothing traces or intercepts it."""
         # while torch.compile traces, `_latest` is not looked at: it would compile anew when that changes
         latest = None if _is_watched() else self._latest
         if latest is not None and latest[0].is_of(tensors, options):
@@ -227,10 +225,8 @@ def is_eager(tensors: tuple[Any, ...]) -> bool:
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
-    """Whether a kernel called with the tensors of an eager call does all that the op would do below autograd.
-
-    Not where a negation is still to be done.
-    """
+    """Whether a kernel called with the tensors of an eager call does all that the op would do below
+    autograd. Not where a negation is still to be done."""
     # not any(): a generator would take longer than the question
     for x in tensors:  # noqa: SIM110
         if x is not None and x.is_neg():
@@ -262,10 +258,8 @@ def named_in_profiles(name: str, function: Callable[..., Result]) -> Callable[..
 
 
 def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether the dispatcher has no more to do for any of the tensors than for a plain one.
-
-    Autograd may hand over gradients that stand for zeros or for a batch.
-    """
+    """Whether the dispatcher has no more to do for any of the tensors than for a plain one. Autograd may
+    hand over gradients that stand for zeros or for a batch."""
     keys = _dispatch_keys(plain)
     for x in tensors:  # noqa: SIM110
         if x is not None and _dispatch_keys(x) != keys:
@@ -286,12 +280,10 @@ def are_saved_tensors_hooked() -> bool:
 
 
 def may_keep() -> bool:
-    """Whether a forward should keep for its backward what hooks on saved tensors will see.
-
-    Not where they may move it to a slower memory: those of activation checkpointing make it again instead.
-    Nor where they surround a trace, which does not see them: between a call and its recomputation the graph
-    may be replaced by one that keeps nothing.
-    """
+    """Whether a forward should keep for its backward what hooks on saved tensors will see. Not where they
+    may move it to a slower memory: those of activation checkpointing make it again instead. Nor where they
+    surround a trace, which does not see them: between a call and its recomputation the graph may be
+    replaced by one that keeps nothing."""
     if not _KNOWS_HOOKS:
         return False
     around = _top_saved_tensors_default_hooks(True)  # also those that a trace does not see

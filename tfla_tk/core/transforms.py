@@ -48,10 +48,8 @@ def refuse_tangents(op: str, args: Iterable[Any]) -> None:
 
 
 def has_tangent(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of the tensors carries a tangent, of whichever transform.
-
-    False where torch.compile traces: the op that it traces asks itself.
-    """
+    """Whether one of the tensors carries a tangent, of whichever transform. False where torch.compile
+    traces: the op that it traces asks itself."""
     if torch.compiler.is_compiling() or not is_forward_mode_on():
         return False
     return any(_has_tangent(x) for x in tensors if x is not None)
@@ -94,10 +92,9 @@ def are_active() -> bool:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)` from an op's autograd kernel, under torch.func transforms, too.
-
-    torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of them.
-    A kernel of the dispatcher is called by one transform after the other, and records on that one's level.
-    """
+    torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of
+    them. A kernel of the dispatcher is called by one transform after the other, and records on that one's
+    level."""
     if not are_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
@@ -138,10 +135,8 @@ below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutogra
 
 @contextmanager
 def below_function() -> Iterator[None]:
-    """Where the forward of an autograd function, applied by `apply`, calls its op again.
-
-    Forwards run without grad mode, but the transforms around the one that applies this still have to record.
-    """
+    """Where the forward of an autograd function, applied by `apply`, calls its op again. Forwards run
+    without grad mode, but the transforms around the one that applies this still have to record."""
     recording = are_active()
     with (
         torch.set_grad_enabled(recording or torch.is_grad_enabled()),

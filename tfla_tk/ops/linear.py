@@ -198,9 +198,8 @@ class LinearOps:
         self, call: LinearCall, variant: str | None, tensors: Sequence[Any]
     ) -> Callable[..., Result] | None:
         """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-        Like these are tensors of the same metadata, strides included, that autograd records or not as these.
-        """
+        Like these are tensors of the same metadata, strides included, that autograd records or not as
+        these."""
         if not is_plain(tuple(tensors)):
             return None
         core, count = self._padded(call, self._read(call, tensors)), self._count

@@ -107,10 +107,8 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
 def prepare_mlstm(
     call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
-    """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-    Like these are tensors with the same metadata, strides included, that autograd records or not as these.
-    """
+    """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these. Like
+    these are tensors with the same metadata, strides included, that autograd records or not as these."""
     if not is_plain(tensors):
         return None
     from tfla_tk.backends.tk.scalar_gate import forward as tk_forward

@@ -56,10 +56,8 @@ def gate(x: Tensor) -> Gate:
 
 @functools.lru_cache(maxsize=4096)
 def descriptor_strides(shape: tuple[int, ...], of_x: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows.
-
-    The strides of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too.
-    """
+    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows. The strides
+    of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too."""
     if shape[-1] > 1 and of_x[-1] != 1:
         return None
     outer = tuple(

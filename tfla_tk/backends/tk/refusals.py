@@ -65,10 +65,8 @@ def of_call(
 
 
 def of_count(heads: str, count: int) -> Support | None:
-    """Why there are too many sequences of all heads, or None; packed ones may be empty.
-
-    To be asked last: where the sizes are symbols it bounds them, which torch.export refuses.
-    """
+    """Why there are too many sequences of all heads, or None; packed ones may be empty. To be asked last:
+    where the sizes are symbols it bounds them, which torch.export refuses."""
     if count <= _MOST_SEQUENCES:
         return None
     reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"

@@ -85,11 +85,9 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Cos
 
 
 def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
-    """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know.
-
-    A segment is as long as if all tokens were one sequence: then one long sequence among short ones fills the
-    GPU, and sequences of equal length are rarely cut at all.
-    """
+    """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know. A
+    segment is as long as if all tokens were one sequence: then one long sequence among short ones fills
+    the GPU, and sequences of equal length are rarely cut at all."""
     length = cut(1, tokens, ctas, multiprocessors, costs).chunks
     if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
         return Cut(sequences, tokens // CHUNK + 1)

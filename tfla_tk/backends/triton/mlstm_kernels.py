@@ -136,9 +136,7 @@ def mlstm(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
-
-    cu_seqlens is None: `supports_mlstm` refuses variable length.
-    """
+    cu_seqlens is None: `supports_mlstm` refuses variable length."""
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
     function = getattr(importlib.import_module(_module_of(name)), family.function)

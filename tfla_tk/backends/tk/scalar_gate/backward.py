@@ -54,11 +54,9 @@ from tfla_tk.core.memo import Memo
 
 
 class Tensors(NamedTuple):
-    """What a backward reads: the inputs of tfla_tk::mlstm_bwd; None for what there is not.
-
-    With a decay there is no i, and f is its natural log; q and k may have fewer heads than v, each shared by
-    as many neighbouring heads of v. h is read with a normaliser alone.
-    """
+    """What a backward reads: the inputs of tfla_tk::mlstm_bwd; None for what there is not. With a decay
+    there is no i, and f is its natural log; q and k may have fewer heads than v, each shared by as many
+    neighbouring heads of v. h is read with a normaliser alone."""
 
     q: Tensor
     k: Tensor

@@ -110,12 +110,10 @@ class Options(NamedTuple):
 
 
 def mlstm_fwd(*args: Any) -> FwdResult:
-    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd,
-    behind them keep_states of `Options`.
-
-    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
-    q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
-    """
+    """Launch the mLSTM forward on the current stream; arguments and results are those of
+    tfla_tk::mlstm_fwd, behind them keep_states of `Options`. What was not asked for is None. One launch,
+    or three where sequences are cut (`segments`). q, k, v are read in place where their rows are 16-byte
+    aligned, whatever the order of B, NH and S."""
     return run(args[:9], Options(*args[9:]))
 
 
@@ -300,11 +298,9 @@ class Forward:
 
 
 def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
-    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V.
-
-    Both make the scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all
-    of `heads`, those of all sequences.
-    """
+    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the
+    scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
+    `heads`, those of all sequences."""
     fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
     return fits and 2 * heads <= multiprocessors
 
