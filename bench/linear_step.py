@@ -58,7 +58,7 @@ def inputs(
     found = draw_steps(of | {name: (x, wide) for name, x in of_fp32.items()}, shape, device, seed)
     for gate in gates:
         drawn = found[gate]
-        found[gate] = torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2)
+        drawn.copy_(torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2))
     return found
 
 
