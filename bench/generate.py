@@ -67,8 +67,7 @@ def make_qwen3_next(sizes: Sizes) -> nn.Module:
         mlp_only_layers=list(range(sizes.layers)),
         **TOKENS,
     )
-    model: nn.Module = transformers.Qwen3NextForCausalLM(config)
-    return model
+    return transformers.Qwen3NextForCausalLM(config)
 
 
 def make_gla(sizes: Sizes) -> nn.Module:

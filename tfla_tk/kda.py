@@ -126,12 +126,11 @@ def chunk_kda(
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     of_chunks = safe_gate, disable_recompute, return_intermediate_states, use_graph, max_num_seqs, chunk_size
-    result: tuple[Any, ...] = _path.serve(
+    return _path.serve(
         "chunk_kda",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, lower_bound, state_v_first, *of_chunks, backend),
     )
-    return result
 
 
 check_chunk_kda = checking(chunk_kda, _path)

@@ -96,12 +96,11 @@ def fused_recurrent_gla(
         others, result and errors: as in `chunk_gla`.
     """
     _check_none(gv=gv, reverse=reverse)
-    result: Result = _gla.serve(
+    return _gla.serve(
         "fused_recurrent_gla",
         (q, k, v, gk, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, inplace, backend),
     )
-    return result
 
 
 @operator
@@ -130,12 +129,11 @@ def fused_recurrent_simple_gla(
         others, result and errors: as in `chunk_simple_gla`.
     """
     _check_none(reverse=reverse)
-    result: Result = _simple_gla.serve(
+    return _simple_gla.serve(
         "fused_recurrent_simple_gla",
         (q, k, v, g, g_gamma, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, None, inplace, backend),
     )
-    return result
 
 
 @operator
@@ -163,12 +161,11 @@ def fused_recurrent_retention(
         others, result and errors: as in `chunk_retention`.
     """
     _check_none(reverse=reverse)
-    result: Result = _simple_gla.serve(
+    return _simple_gla.serve(
         "fused_recurrent_retention",
         (q, k, v, None, simple_gla.decay_of_heads(v), initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, None, inplace, backend),
     )
-    return result
 
 
 @operator
@@ -195,12 +192,11 @@ def fused_recurrent_delta_rule(
         others, result and errors: as in `chunk_delta_rule`.
     """
     flags = use_qk_l2norm_in_kernel, False, False, False
-    result: Result = _delta_rule.serve(
+    return _delta_rule.serve(
         "fused_recurrent_delta_rule",
         (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, *flags, False, None, False, inplace, backend),
     )
-    return result
 
 
 @operator
@@ -241,12 +237,11 @@ def fused_recurrent_gated_delta_rule(
     _check_none(gk=gk, gv=gv)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     gates = g if use_gate_in_kernel else _given(g, v, 0.0), _given(beta, v, 1.0)
-    result: Result = _delta_rule.serve(
+    return _delta_rule.serve(
         "fused_recurrent_gated_delta_rule",
         (q, k, v, *gates, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, *flags, state_v_first, None, True, inplace, backend),
     )
-    return result
 
 
 @operator
@@ -280,12 +275,11 @@ def fused_recurrent_kda(
         others, result and errors: as in `chunk_kda`.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    result: Result = _kda.serve(
+    return _kda.serve(
         "fused_recurrent_kda",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, *flags, lower_bound, state_v_first, inplace, backend),
     )
-    return result
 
 
 def _given(value: Any, v: Any, default: float) -> Any:

@@ -73,8 +73,7 @@ def function(
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What torch.autograd.Function.apply calls where no transform of torch.func is near."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:

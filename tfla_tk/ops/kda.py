@@ -54,8 +54,7 @@ class KDAOps(LinearOps):
         if core.dt_bias is not None and call.dim_qk % STEP:
             rows = pad(core.dt_bias.view(-1, call.dim_qk), (0, -call.dim_qk % STEP))
             core = core._replace(dt_bias=rows.flatten())
-        found: KDACore = super()._padded(call, core)
-        return found
+        return super()._padded(call, core)
 
 
 def log_decay(call: KDACall, g: Tensor, a_log: MaybeTensor, dt_bias: MaybeTensor) -> Tensor:

@@ -126,7 +126,7 @@ def in_form(
     import tfla_tk.reference as forms
 
     options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    found: Result = getattr(forms, f"{name}_{form}")(
+    return getattr(forms, f"{name}_{form}")(
         *operands,
         scale=core.scale,
         initial_state=core.initial_state,
@@ -134,7 +134,6 @@ def in_form(
         cu_seqlens=core.cu_seqlens,
         **options,
     )
-    return found
 
 
 def explicit_gradients(
@@ -143,7 +142,7 @@ def explicit_gradients(
     """Of the operands and the initial state, by the reference's `<name>_backward`."""
     import tfla_tk.reference as forms
 
-    found: tuple[Tensor, ...] = getattr(forms, f"{name}_backward")(
+    return getattr(forms, f"{name}_backward")(
         *operands,
         do,
         dht,
@@ -152,7 +151,6 @@ def explicit_gradients(
         cu_seqlens=core.cu_seqlens,
         chunk_size=chunk_size,
     )
-    return found
 
 
 class LinearOps:
@@ -507,14 +505,13 @@ class LinearOps:
             if self.family.op_inputs is not None:
                 tensors = *self.family.op_inputs(tensors[: self._count]), *tensors[self._count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
-        found: Sequence[MaybeTensor] = named_in_profiles(self._bwd_name, kernels.backward)(
+        return named_in_profiles(self._bwd_name, kernels.backward)(
             self.family.core(*saved[: self._count], *options_of_core),
             kept,
             *tensors[-2:],
             needs_gates=needs,
             **self._final_state(saved),
         )
-        return found
 
     def _record_packed(self, *args: Any) -> Recorded:
         """packed_<name> with what its backward op takes."""
@@ -528,8 +525,7 @@ class LinearOps:
     def _differentiate_packed(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
-        found: Sequence[Tensor] = self.packed_bwd(*_with_grads(saved, *grads), *options)
-        return found
+        return self.packed_bwd(*_with_grads(saved, *grads), *options)
 
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
         """Whether gates have a gradient."""
