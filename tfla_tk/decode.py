@@ -17,8 +17,9 @@ from tfla_tk.core.plan import CallPath
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
 _OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
-_step = CallPath("mlstm_step", _TENSORS, _OPTIONS, check_mlstm_step)
-_sequence = CallPath("mlstm_sequence", _TENSORS, _OPTIONS, check_mlstm_sequence)
+_AS_GIVEN: dict[str, Any] = {"cast": 0, "strided": False, "layout": ""}
+_step = CallPath("mlstm_step", _TENSORS, _OPTIONS, check_mlstm_step, **_AS_GIVEN)
+_sequence = CallPath("mlstm_sequence", _TENSORS, _OPTIONS, check_mlstm_sequence, **_AS_GIVEN)
 
 
 @operator

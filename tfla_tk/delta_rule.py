@@ -20,20 +20,10 @@ from tfla_tk.core.plan import CallPath
 
 _TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "state_v_first",
-    "chunk_size",
-    "gated",
-    "backend",
+    *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "chunk_size", "gated", "backend"),
 )
-_path = CallPath(
-    "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
-)
+_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule)
 
 
 @operator

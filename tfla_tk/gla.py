@@ -14,9 +14,6 @@ _path = CallPath(
     ("q", "k", "v", "g", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
     ("scale", "output_final_state", "state_v_first", "backend"),
     check_gla,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
 )
 
 

@@ -20,32 +20,14 @@ from tfla_tk.delta_rule import check_no_context, checking
 _TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 # those of a call token by token, and those of a chunkwise one beside them
 OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "lower_bound",
-    "state_v_first",
+    *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first"),
 )
 _CHUNK_OPTIONS = (
-    "safe_gate",
-    "disable_recompute",
-    "return_intermediate_states",
-    "use_graph",
-    "max_num_seqs",
-    "chunk_size",
+    *("safe_gate", "disable_recompute", "return_intermediate_states"),
+    *("use_graph", "max_num_seqs", "chunk_size"),
 )
-_path = CallPath(
-    "kda",
-    _TENSORS,
-    (*OPTIONS, *_CHUNK_OPTIONS, "backend"),
-    check_kda,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
-)
+_path = CallPath("kda", _TENSORS, (*OPTIONS, *_CHUNK_OPTIONS, "backend"), check_kda)
 
 
 @operator

@@ -17,24 +17,12 @@ from tfla_tk.core.plan import CallPath
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
 SigState: TypeAlias = tuple[Tensor, Tensor]
 
-_chunkwise = CallPath(
-    "mlstm",
-    ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens"),
-    (
-        "sigmoid_gate",
-        "normalize",
-        "return_last_states",
-        "eps",
-        "chunk_size",
-        "recompute_states_in_bw",
-        "autocast_kernel_dtype",
-        "backend",
-    ),
-    check_mlstm,
-    cast=3,
-    strided=True,
-    layout="[B, NH, S, DHQK]",
+_OPTIONS = (
+    *("sigmoid_gate", "normalize", "return_last_states", "eps", "chunk_size"),
+    *("recompute_states_in_bw", "autocast_kernel_dtype", "backend"),
 )
+_TENSORS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
+_chunkwise = CallPath("mlstm", _TENSORS, _OPTIONS, check_mlstm, layout="[B, NH, S, DHQK]")
 
 
 @operator

@@ -49,7 +49,7 @@ class _Path(CallPath):
         def check_call(**arguments: Any) -> LinearCall:
             return check_recurrent(partial(check, cu_seqlens_cpu=None, **fixed), **arguments)
 
-        super().__init__(chunkwise.name, tensors, options, check_call, cast=3, strided=True)
+        super().__init__(chunkwise.name, tensors, options, check_call, layout="")
 
     def _make_plan(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> Plan:
         plan = super()._make_plan(op, tensors, options, eager=eager)

@@ -22,9 +22,6 @@ _path = CallPath(
     ("q", "k", "v", "g", "g_gamma", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
     ("scale", "output_final_state", "state_v_first", "chunk_size", "backend"),
     check_simple_gla,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
 )
 
 

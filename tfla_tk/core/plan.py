@@ -57,9 +57,9 @@ class CallPath:
         options: tuple[str, ...],
         check: Callable[..., Any],
         *,
-        cast: int = 0,
-        strided: bool = False,
-        layout: str = "",
+        cast: int = 3,
+        strided: bool = True,
+        layout: str = "[B, T, H, K]",
     ) -> None:
         self.name = name
         self.tensors, self.options = tensors, options

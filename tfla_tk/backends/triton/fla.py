@@ -32,21 +32,9 @@ from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support, together
 
 # public name -> module of fla
-FLA_OPS = {
-    "chunk_gla": "fla.ops.gla",
-    "chunk_simple_gla": "fla.ops.simple_gla",
-    "chunk_retention": "fla.ops.retention",
-    "chunk_lightning_attn": "fla.ops.lightning_attn",
-    "chunk_delta_rule": "fla.ops.delta_rule",
-    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "chunk_kda": "fla.ops.kda",
-    "fused_recurrent_gla": "fla.ops.gla",
-    "fused_recurrent_simple_gla": "fla.ops.simple_gla",
-    "fused_recurrent_retention": "fla.ops.retention",
-    "fused_recurrent_delta_rule": "fla.ops.delta_rule",
-    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "fused_recurrent_kda": "fla.ops.kda",
-}
+_IN_BOTH_WAYS = ("simple_gla", "retention", "gla", "delta_rule", "gated_delta_rule", "kda")
+FLA_OPS = {f"chunk_{op}": f"fla.ops.{op}" for op in (*_IN_BOTH_WAYS, "lightning_attn")}
+FLA_OPS |= {f"fused_recurrent_{op}": f"fla.ops.{op}" for op in _IN_BOTH_WAYS}
 
 # those whose backward fla refuses on Hopper with some versions of Triton
 GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")

@@ -241,18 +241,12 @@ def inference(
     return h.unsqueeze(2), last
 
 
-def renamed(
-    function: Callable[..., Any],
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    igate: Tensor,
-    fgate: Tensor,
-    **rest: Any,
-) -> Any:
+_NAMES = {"query": "q", "key": "k", "value": "v", "igate": "i", "fgate": "f"}
+
+
+def renamed(function: Callable[..., Any], **given: Any) -> Any:
     """Call `function` under the argument names of transformers' own xLSTM backend."""
-    return function(q=query, k=key, v=value, i=igate, f=fgate, **rest)
+    return function(**{_NAMES.get(name, name): x for name, x in given.items()})
 
 
 def _check_tuning(tuning: dict[str, Any]) -> None:

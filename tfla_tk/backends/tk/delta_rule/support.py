@@ -39,23 +39,9 @@ def _kernels_of(
     they are launched."""
     half, raw, decays, trains = options
     sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
-    shape = Shape(
-        sequences=sequences,
-        slots=-(-seq // CHUNK) + (sequences if packed else 0),
-        batch=batch,
-        heads=value_heads,
-        seq=seq,
-        dim_k=dims[0],
-        dim_v=dims[1],
-        group=value_heads // heads,
-        half=half,
-        device=device,
-        packed_64bit=False,
-        packed=bool(packed),
-        batch_invariant=bool(invariant),
-        decays=decays,
-        trains=trains,
-    )
+    slots, group = -(-seq // CHUNK) + (sequences if packed else 0), value_heads // heads
+    of_call = bool(packed), bool(invariant), decays, trains
+    shape = Shape(sequences, slots, batch, value_heads, seq, *dims, group, half, device, False, *of_call)
     found = kernels.of_forward(shape)
     if trains:
         found += kernels.of_backward(shape, needs_dg=decays)

@@ -79,20 +79,11 @@ class Tensors(NamedTuple):
 
     def readable(self) -> Tensors:
         """As they lie where the kernels can take them so, else copies."""
-        return self._replace(
-            q=as_operand(self.q),
-            k=as_operand(self.k),
-            v=as_operand(self.v),
-            c_initial=as_state(self.c_initial),
-            n_initial=as_state(self.n_initial),
-            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.contiguous(),
-            h=as_operand(self.h),
-            c_last=as_state(self.c_last),
-            n_last=as_state(self.n_last),
-            dh=as_operand(self.dh),
-            dc_last=as_state(self.dc_last),
-            dn_last=as_state(self.dn_last),
-        )
+        operands = {name: as_operand(getattr(self, name)) for name in ("q", "k", "v", "h", "dh")}
+        names = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")
+        states: Any = {name: as_state(getattr(self, name)) for name in names}
+        offsets = None if self.cu_seqlens is None else self.cu_seqlens.contiguous()
+        return self._replace(**operands, **states, cu_seqlens=offsets)
 
     @property
     def with_gradients(self) -> tuple[Any, ...]:

@@ -251,23 +251,10 @@ class Forward:
         if options.return_rows:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
             rows = pointer(row_n), pointer(row_m), pointer(chunk_m)
-        self._launch(
-            [
-                at_q,
-                at_k,
-                at_v,
-                written.data_ptr(),
-                0 if i is None else i.data_ptr(),
-                f.data_ptr(),
-                *initial,
-                *last,
-                *rows,
-                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-                0 if workspace is None else workspace.data_ptr(),
-                0 if left is None else left.data_ptr(),
-            ],
-            current_stream(self._device),
-        )
+        others = pointer(i), f.data_ptr(), *initial, *last, *rows
+        scratch = pointer(cu_seqlens), pointer(workspace), pointer(left)
+        at = [at_q, at_k, at_v, written.data_ptr(), *others, *scratch]
+        self._launch(at, current_stream(self._device))
         if written is not h:
             h.copy_(written)
         kept = None

@@ -77,19 +77,8 @@ def _options(core: SimpleGLACore, output_final_state: bool, keep: bool, needs_dg
 def _options_of(
     scale: float, batch_invariant: bool, output_final_state: bool, keep: bool, needs_dg: bool
 ) -> tk_forward.Options:
-    return tk_forward.Options(
-        sigmoid_gate=True,
-        normalize=False,
-        eps=1.0,
-        return_last_states=output_final_state,
-        return_rows=False,
-        batch_invariant=batch_invariant,
-        keep_states=keep,
-        scale=scale,
-        decay=True,
-        heads_last=True,
-        needs_df=needs_dg,
-    )
+    of_forward = output_final_state, False, batch_invariant, keep, scale
+    return tk_forward.Options(True, False, 1.0, *of_forward, decay=True, heads_last=True, needs_df=needs_dg)
 
 
 _zeros: dict[torch.device, Tensor] = {}
