@@ -5,8 +5,6 @@ tables of docs/results.md, `api` docs/api.md; `ablation` times mLSTM's forward w
 token, `model` whole xLSTMs and `generate` models that generate.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

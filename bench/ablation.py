@@ -4,8 +4,6 @@ Beside the kernel that ships, "overlapped", there is one that waits for every GE
 launched directly, without the public function, and checked and timed as the backends of `compare` are.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """docs/api.md: every public name with its arguments and its docstring, as Markdown."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """The two ceilings of a GPU, measured: copy rate and matrix-product rate."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Callable

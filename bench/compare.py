@@ -9,8 +9,6 @@ serves no call at all; 2 for wrong options, before anything runs. A baseline tha
 timed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where figures come from: the machine, versions, commit and run id."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import secrets

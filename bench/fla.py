@@ -1,7 +1,5 @@
 """FLA's own functions as the baseline of the operators in [B, T, H, D], called as its users call them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

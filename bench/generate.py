@@ -7,8 +7,6 @@ FLA's functions cannot run, a toy of the first one runs on the reference.
 Exit status: 0 done; 1 where a model fails, or the kernels have not served every call.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable

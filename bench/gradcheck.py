@@ -11,8 +11,6 @@ wrong options, before anything runs. What the Triton kernels do not compute exac
 is shown and is no failure unless they were named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What `tfla-tk gradcheck` checks: problems, and cases with their inputs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import NamedTuple

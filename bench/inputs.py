@@ -1,7 +1,5 @@
 """Random inputs of the comparison: the same values for every backend, whatever the memory layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -4,8 +4,6 @@ A call makes T steps, each on an fp32 state of its own, of more than STATE_BYTES
 the L2 cache. The variant "v_first" has its states [V, K], as engines and most of FLA's layers keep them.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

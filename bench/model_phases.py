@@ -4,8 +4,6 @@ The phases run xlstm's xLSTMLarge on several kernels in turn: the same weights a
 each of them has one run.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

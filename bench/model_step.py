@@ -9,8 +9,6 @@ Exit status: 0 done; 1 where a variant of this package fails or is past its limi
 path. A baseline that fails is shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Mapping, Sequence

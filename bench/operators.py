@@ -1,7 +1,5 @@
 """The operators that the comparison knows: how to make inputs, call a backend and compute the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

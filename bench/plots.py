@@ -1,7 +1,5 @@
 """Plots: results rows as bars per shape; speed-ups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What README.md and docs/results.md show of the results on record, generated between markers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

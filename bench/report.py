@@ -1,7 +1,5 @@
 """What a person reads: console, tables, the table of one contest, and rows as CSV."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence

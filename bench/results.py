@@ -1,7 +1,5 @@
 """Results on record: the row format, its validation, and merging into one file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -13,8 +13,6 @@ Its package imports extensions compiled for CUDA on import, which its Triton ker
 these are missing, its Triton modules are imported below a package without code in its place.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One contest: every variant of an operator on one shape and pass, checked first, then timed side by side."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

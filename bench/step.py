@@ -8,8 +8,6 @@ that was measured in the same run. q, k, v, h and the state are of the run's dty
 runs in CUDA graphs: every row has the time of their replay as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's autotuners: their configurations compiled side by side before any is timed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Options that several commands have, parsers of their values, and the check of paths to write to."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

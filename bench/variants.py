@@ -1,7 +1,5 @@
 """Which backends take part in a comparison, by the names that `--backends` gives."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The recurrent form of each operator is its specification; the others equal it up
 differentiable by autograd and computed in the inputs' dtype, at least fp32.
 """
 
-from __future__ import annotations
-
 from .decay import ChunkDecay
 from .delta_rule import (
     delta_rule_chunkwise,

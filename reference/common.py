@@ -5,8 +5,6 @@ A step of one token and one chunk map ``(*tokens, *states)`` to ``(output, state
 sequence ``(tokens, states)`` to ``(output [B, H, T, V], states)``; tokens start with q, k, v.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

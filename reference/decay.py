@@ -3,8 +3,6 @@
 Functions of tokens take q scaled, and log decays g [B, H, L], or [B, H, L, K] of every channel of k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -14,8 +14,6 @@ The chunkwise form solves for the writes U of a whole chunk (UT transform); it i
 for keys of norm 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar

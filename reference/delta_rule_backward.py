@@ -30,8 +30,6 @@ With a decay per channel every channel has its own E and b: a product with E K^T
 with the E of each, and dg_t is that flow per channel, <S, dS> a sum over V alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ Everything is differentiable by autograd and computed in the inputs' dtype, at l
 ``*_backward`` are the same gradients explicitly.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -19,8 +19,6 @@ that leaves it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t
 per channel.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The frame around the operators in [B, T, H, D]: scale, default state, packed sequences, layout."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from einops import rearrange, repeat

@@ -19,8 +19,6 @@ finite i starts afresh. In the equations e^{-inf - m} is 0 for every m, -inf inc
 m = -inf.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -24,8 +24,6 @@ normalisation w = 1 and dd = 0. Where the state is empty (m_t = -inf) W, R and w
 terms of such a token are 0.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

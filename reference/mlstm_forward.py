@@ -1,8 +1,6 @@
 """Forward of mLSTMexp and mLSTMsig: over chunks with the terms per token that a backward needs, and token by
 token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple

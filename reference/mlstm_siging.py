@@ -11,8 +11,6 @@ Both gates are at most 1: no stabiliser. Without normalisation there is no n: an
 last n is zeros (mlstm_kernels 2.0.6 returns uninitialised memory there).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,8 +7,6 @@ Source: Yang et al., "Gated Linear Attention" (2024); Sun et al., "Retentive Net
     o_t = s q_t^T S_t
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 Exit status: 0 done, 1 failed (the message says why and what to do), 2 wrong usage, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -4,8 +4,6 @@ Signatures follow mlstm_kernels' step functions; its tile parameters are not tak
 written once (docs/decode.md).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

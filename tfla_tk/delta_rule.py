@@ -4,8 +4,6 @@ Signatures follow fla 0.6.0's; of its further keywords use_gate_in_kernel, A_log
 taken.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

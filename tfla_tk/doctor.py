@@ -1,7 +1,5 @@
 """What this machine offers (GPU, compilers, libraries), and the backend that each operator would use."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import shutil

@@ -4,8 +4,6 @@ The package reads the environment through this module only. An empty value count
 ``python -m tfla_tk doctor`` prints the values in force.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

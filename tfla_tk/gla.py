@@ -1,7 +1,5 @@
 """Gated linear attention: the public function, with fla 0.6.0's signature."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from tfla_tk.calls.gla import check_gla

@@ -3,8 +3,6 @@
 Of its further keywords A_log, dt_bias and chunk_size are taken.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile parameters are not taken.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -4,8 +4,6 @@ Each computes what the chunkwise function of its family computes. A backend take
 tokens; a call with gradients, or with many tokens, is computed chunkwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ kernels serve them: nothing is copied, nothing waits for the GPU, and a CUDA gra
 reference serves them. How to put them into an engine: docs/engines.md.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Signatures follow fla 0.6.0's; chunk_size is the one of its further keywords that is taken.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

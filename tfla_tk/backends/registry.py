@@ -14,8 +14,6 @@ and may have
 Modules are imported on the first call that considers them.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them

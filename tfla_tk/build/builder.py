@@ -1,7 +1,5 @@
 """Loading and compiling kernels: what the backends, the command line and the tests call."""
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util

@@ -4,8 +4,6 @@ An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the e
 (`EXTENSION`).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all
 share."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 import threading

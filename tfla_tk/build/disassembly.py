@@ -1,7 +1,5 @@
 """SASS of a cubin, by the toolkit's nvdisasm or the pip-installed one."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The errors that the steps of the kernel build raise."""
 
-from __future__ import annotations
-
 _loaded_before = (globals()["BuildError"], globals()["CaptureError"]) if "BuildError" in globals() else None
 
 

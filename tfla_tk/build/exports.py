@@ -1,7 +1,5 @@
 """What Python and the kernels must agree on: what a launcher tells of it is compared when it is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfla_tk.build.errors import BuildError

@@ -1,7 +1,5 @@
 """What ptxas tells of kernels: serialised wgmma, ignored setmaxnreg, spills, stack frames."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

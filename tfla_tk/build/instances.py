@@ -4,8 +4,6 @@ A launcher has the launches of its kernels for all head dims and dtypes. An inst
 kernels that a call launches together, for one tile and one dtype.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Iterator

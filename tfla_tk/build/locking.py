@@ -1,7 +1,5 @@
 """A lock between processes on one file, and a private scratch directory."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os

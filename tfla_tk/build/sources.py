@@ -1,7 +1,5 @@
 """Where the kernel sources lie, and the ThunderKittens commit they are written for."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

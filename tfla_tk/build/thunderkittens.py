@@ -1,7 +1,5 @@
 """The look-up of ThunderKittens: THUNDERKITTENS_ROOT, the cache, a clone of the pinned commit."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

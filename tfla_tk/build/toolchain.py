@@ -1,7 +1,5 @@
 """The look-up of nvcc: TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit, PATH."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Calls of the delta rule: their description, the checks of their arguments, and the call of its kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Calls of gated linear attention: the checks of their arguments, and the call of its kernels."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Calls of Kimi Delta Attention (KDA): their description, the checks of their arguments, and the call of its
 kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

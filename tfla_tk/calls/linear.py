@@ -1,7 +1,5 @@
 """Calls of the operators in [B, T, H, D]: their description, and the checks of their arguments."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

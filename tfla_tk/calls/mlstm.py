@@ -1,7 +1,5 @@
 """Calls of mLSTM: their description, and the checks of their arguments, on metadata alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

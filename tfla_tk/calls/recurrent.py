@@ -1,7 +1,5 @@
 """A few tokens of the operators in [B, T, H, D] by a recurrence: the call of its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple

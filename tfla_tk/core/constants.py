@@ -1,7 +1,5 @@
 """Small tensors that never change, made once for each device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ Backends are asked through `backends.registry`. "auto" takes the first one that 
 the order of BACKENDS; a backend asked for by name serves the call or raises.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Multiplications and additions per token and head of the chunkwise form with fused chunks of CHUNK tokens.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import math

@@ -1,7 +1,5 @@
 """Which packages are installed, without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.machinery import ModuleSpec
 

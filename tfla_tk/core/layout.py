@@ -1,7 +1,5 @@
 """Where several layers must agree on data: chunks, segments, dtypes of states, forms."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import torch

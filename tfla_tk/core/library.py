@@ -6,8 +6,6 @@ So the library outlives the modules, and what it registers with torch looks up t
 each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Plain eager calls of one signature come out of the first two steps alike, so the
 them: such a call makes its signature, looks up the plan, and calls what serves it.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The kernels have derivatives in reverse mode alone. A dual number carries its ta
 read, so without a check the tangent would be lost and the derivative come out as zero.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

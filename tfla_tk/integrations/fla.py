@@ -69,7 +69,7 @@ for _name in FUNCTIONS:
     _parameters = inspect.signature(getattr(tfla_tk, _name)).parameters.values()
     _more = {"backend", "state_indices", "inplace"}  # than fla's
     _more |= {"g_gamma"} if _name == "chunk_lightning_attn" else set()
-    _READ[_name] = {each.name: each.annotation == "bool" for each in _parameters if each.name not in _more}
+    _READ[_name] = {each.name: each.annotation is bool for each in _parameters if each.name not in _more}
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
 # refuse keywords that they do not read; the others ignore them
 _WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")

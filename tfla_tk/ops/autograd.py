@@ -3,8 +3,6 @@
 An op's kernel for the Autograd key is `recording` or `without_gradients`; what records is a `function`.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Channels of zeros change nothing in the others, forward or backward. torch's ope
 autograd cuts the gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

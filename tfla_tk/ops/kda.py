@@ -3,8 +3,6 @@
 tfla_tk::kda_fwd takes a `KDACore` and output_final_state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -32,8 +32,6 @@ inputs but cu_seqlens in their order, each like its input; None for what was not
 family that saves the final state gets it by keyword, final_state.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

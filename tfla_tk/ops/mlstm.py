@@ -31,8 +31,6 @@ tfla_tk::packed_mlstm(_bwd): the reference over packed sequences, on any device,
     with the sigmoid gate, and has no gradient.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ tfla_tk::mlstm_sequence and tfla_tk::mlstm_sequence_ take q, k [B, NH, S, K], v 
 batch_invariant is the option of that name; implementations may get one argument less, as of mlstm.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

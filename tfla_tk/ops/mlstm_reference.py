@@ -1,7 +1,5 @@
 """The reference as ops and the reference backend compute it: a form by its name, one token or several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -6,8 +6,6 @@ tfla_tk::recurrent_ writes o and, over the state it read, the one after the last
     indices the states lie in a pool [slots, ..], see `Slots`; where there is none, o is 0.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

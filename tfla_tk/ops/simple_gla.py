@@ -5,8 +5,6 @@ comes with strides of zero along B and T. The kernels take it as [HV]. tfla_tk::
 final_state where dht is given and needs_gates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

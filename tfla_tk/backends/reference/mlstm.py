@@ -1,7 +1,5 @@
 """The reference as a backend: pure PyTorch, plain autograd, any device and floating dtype, any shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Families say by a function and plain numbers which kernels a call takes (`Kernel
 may have sizes as symbols, sees the answers as constants.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

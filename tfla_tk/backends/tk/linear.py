@@ -6,8 +6,6 @@ them.
 A few tokens without gradients are served by the decoding kernels of all families (recurrent.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

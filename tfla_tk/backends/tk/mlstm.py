@@ -1,7 +1,5 @@
 """mLSTM on the ThunderKittens kernels: what the registry finds of it in this backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

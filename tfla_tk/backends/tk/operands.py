@@ -1,7 +1,5 @@
 """Tensors as kernels take them: addresses, strides, codes of dtypes; copies of what they cannot read."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A few tokens of the operators in [B, T, H, D] on the decoding kernels, which read a state once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the kernels over whole sequences of every family refuse alike, and how their modules are chosen."""
 
-from __future__ import annotations
-
 import torch
 
 from tfla_tk.backends.tk import device

@@ -6,8 +6,6 @@ segment to segment. So it is in the forward, and in the backward's walks for C a
 their own costs; a forward that keeps its states for the backward takes the backward's cut.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

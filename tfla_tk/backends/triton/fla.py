@@ -4,8 +4,6 @@ What fla gets wrong or does not have is refused here with the reason; docs/trito
 only variant is "triton:fla".
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import nullcontext

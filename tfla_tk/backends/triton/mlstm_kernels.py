@@ -4,8 +4,6 @@ A variant is a kernel family with a chunk size, "triton:xl_chunk_128"; without t
 it takes the call's chunk_size. Plain "triton" is `default_variant`.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import nullcontext

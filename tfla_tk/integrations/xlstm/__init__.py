@@ -14,8 +14,6 @@ need mlstm_kernels (pip install 'tfla_tk[xlstm]'), except for `replace(model)` o
 transformers' own native kernels. docs/xlstm.md lists what resolves to what.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -10,8 +10,6 @@ A few tokens that go on from a state, without gradients, are `tfla_tk.mlstm_sequ
 serves them (docs/decode.md), else `tfla_tk.mlstm_chunkwise` like every other sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

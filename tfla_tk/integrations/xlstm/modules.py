@@ -5,8 +5,6 @@ are two classes of them: mlstm_kernels' mLSTMBackend, which xlstm and transforme
 which transformers has its own where xlstm is not installed.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

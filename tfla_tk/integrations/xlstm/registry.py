@@ -3,8 +3,6 @@
 A registry is a dict of functions. A backend module reads it once, when it is built.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -10,8 +10,6 @@ Where sequences are cut into segments (`segments`), a launch before the walks gi
 states at the borders. Where the forward has not kept the states there, another launch makes them again.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch

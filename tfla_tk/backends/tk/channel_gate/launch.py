@@ -10,8 +10,6 @@ between segments, with which all walks begin at once. A training call keeps them
 nothing is kept but the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The launches of the backward of the delta rule: one walk makes dq, dk and dv, or with K of more than 128
 one walk makes dv, then two make dq and dk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ The backward walks over the chunks backward in time, with the same matrices, and
 With K of more than 128 it takes three walks instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

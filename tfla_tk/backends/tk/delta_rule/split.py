@@ -12,8 +12,6 @@ every second one carried. Without gates, and where segments are too short for le
 all heads carried. Leads are taken to be as long as a segment of the walks over the states.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What the kernels of the delta rule support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

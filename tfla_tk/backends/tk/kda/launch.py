@@ -10,8 +10,6 @@ makes those of every chunk in parallel. Heads of v that share a head of q and k 
 the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """What the kernels of KDA support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

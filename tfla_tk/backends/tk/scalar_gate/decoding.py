@@ -3,8 +3,6 @@
 One launch, whatever strides q, k and v have, on the current stream (docs/decode.md).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

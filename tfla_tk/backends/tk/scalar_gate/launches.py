@@ -3,8 +3,6 @@
 They are prepared once for all calls of a kind, so the addresses here are prepared ones, `Addresses`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Tensors are [B, T, H, D], as fla has them. q and k may have fewer heads than v: 
 h // (HV // H). The protocol is that of `ops.linear`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """What the kernels with one decay per token and head support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ narrow head dims there is one walk, mlstm_gradients; else there are three, whose
 (docs/mlstm-backward.md).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
