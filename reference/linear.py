@@ -5,21 +5,11 @@ from typing import NamedTuple
 from einops import rearrange, repeat
 from torch import Tensor
 
-from .common import (
-    BackwardForm,
-    Form,
-    compute_dtype,
-    join_sequences,
-    promote,
-    scan_sequences,
-    sequence_backward,
-    sequence_count,
-    split_sequences,
-)
+from . import common
 
 
 def run_linear(
-    form: Form,
+    form: common.Form,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -44,14 +34,14 @@ def run_linear(
     batch, _, heads, dim_v = v.shape
     dim_qk = q.shape[-1]
     if initial_state is None:
-        count = sequence_count(batch, cu_seqlens)
-        initial_state = q.new_zeros(count, heads, dim_qk, dim_v, dtype=compute_dtype(q, k, v, *gates))
+        count = common.sequence_count(batch, cu_seqlens)
+        initial_state = q.new_zeros(count, heads, dim_qk, dim_v, dtype=common.compute_dtype(q, k, v, *gates))
     elif state_v_first:
         initial_state = initial_state.mT
-    *tokens, state = promote(q, k, v, *gates, initial_state)
+    *tokens, state = common.promote(q, k, v, *gates, initial_state)
     tokens = [rearrange(x, "b t h ... -> b h t ...") for x in tokens]
     tokens[0] = tokens[0] * (dim_qk**-0.5 if scale is None else scale)
-    o, (last,) = scan_sequences(form, tuple(tokens), (state,), cu_seqlens)
+    o, (last,) = common.scan_sequences(form, tuple(tokens), (state,), cu_seqlens)
     o = rearrange(o, "b h t v -> b t h v").to(q.dtype).contiguous()
     if not output_final_state:
         return o, None
@@ -95,7 +85,7 @@ class LinearGrads(NamedTuple):
 
 
 def run_backward(
-    form: BackwardForm,
+    form: common.BackwardForm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,15 +111,15 @@ def run_backward(
     groups = head_groups(q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens = (*repeat_heads(q, k, v), v, *gates, do)
-    shape = (sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
-    zero = q.new_zeros(shape, dtype=compute_dtype(*tokens))
+    shape = (common.sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
+    zero = q.new_zeros(shape, dtype=common.compute_dtype(*tokens))
     states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
-    *promoted, h0, ds = promote(*tokens, *states)
+    *promoted, h0, ds = common.promote(*tokens, *states)
     promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
     promoted[0] = promoted[0] * scale
-    sequences = split_sequences(promoted, (h0, ds), cu_seqlens)
-    parts = [sequence_backward(form, chunk_size, own, (s,), (ds,)) for own, (s, ds) in sequences]
-    *columns, dh0 = join_sequences(parts, len(tokens) - 1)
+    sequences = common.split_sequences(promoted, (h0, ds), cu_seqlens)
+    parts = [common.sequence_backward(form, chunk_size, own, (s,), (ds,)) for own, (s, ds) in sequences]
+    *columns, dh0 = common.join_sequences(parts, len(tokens) - 1)
     found = [rearrange(x, "b h t ... -> b t h ...") for x in columns]
     found[0] = scale * found[0]
     found[:2] = [rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in found[:2]]

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .common import (
-    States,
-    Step,
-    compute_dtype,
-    full_precision,
-    promote,
-    scan_sequences,
-    scan_tokens,
-    sequence_count,
-    split_chunks,
-    split_sequences,
-)
+from . import common
 from .mlstm_chunk import MLSTMChunk, mlstm_chunk
 
 Initial = tuple[Tensor | None, Tensor | None, Tensor | None]  # c, n, m
@@ -37,7 +26,7 @@ class MLSTMForward(NamedTuple):
     m_t: Tensor  #: [B, NH, S] stabiliser of every token, -inf of an empty state, 0 with the sigmoid gate
 
 
-@full_precision
+@common.full_precision
 def mlstm_forward_terms(
     q: Tensor,
     k: Tensor,
@@ -65,9 +54,9 @@ def mlstm_forward_terms(
     """
     tokens = (q, k, v, i, f)
     state = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)
-    promoted = promote(*tokens, *state)
+    promoted = common.promote(*tokens, *state)
     hs, ds, m_ts, lasts = [], [], [], []
-    for own_tokens, own_state in split_sequences(promoted[:5], promoted[5:], cu_seqlens):
+    for own_tokens, own_state in common.split_sequences(promoted[:5], promoted[5:], cu_seqlens):
         for chunk in scan_mlstm(
             own_tokens, own_state, eps, chunk_size, sigmoid_gate=sigmoid_gate, normalize=normalize
         ):
@@ -84,8 +73,8 @@ def mlstm_forward_terms(
 
 
 def mlstm_by_token(
-    step: Step,
-    tokens: States,
+    step: common.Step,
+    tokens: common.States,
     initial: Initial,
     cu_seqlens: Tensor | None,
     *,
@@ -99,13 +88,13 @@ def mlstm_by_token(
     """
     state = first_state(tokens, initial, cu_seqlens, sigmoid_gate, normalize)
     *operands, i, f = tokens
-    promoted = promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
-    h, last = scan_sequences(partial(scan_tokens, step), promoted[:5], promoted[5:], cu_seqlens)
+    promoted = common.promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
+    h, last = common.scan_sequences(partial(common.scan_tokens, step), promoted[:5], promoted[5:], cu_seqlens)
     return h.to(tokens[0].dtype), last
 
 
 def first_state(
-    tokens: States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
+    tokens: common.States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation.
 
@@ -120,8 +109,8 @@ def first_state(
         raise ValueError(
             f"initial states: expected {expected} together or none of them, got only {', '.join(given)}"
         )
-    count, heads, dim_qk = sequence_count(q.shape[0], cu_seqlens), q.shape[1], q.shape[-1]
-    dtype = compute_dtype(*tokens)
+    count, heads, dim_qk = common.sequence_count(q.shape[0], cu_seqlens), q.shape[1], q.shape[-1]
+    dtype = common.compute_dtype(*tokens)
     c, n, m = (
         x if x is not None and counts else q.new_zeros(count, heads, *dims, dtype=dtype)
         for x, counts, dims in zip(initial, counting, ((dim_qk, v.shape[-1]), (dim_qk,), (1,)), strict=True)
@@ -130,7 +119,7 @@ def first_state(
 
 
 def scan_mlstm(
-    tokens: States, state: States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
+    tokens: common.States, state: common.States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
 ) -> Iterator[MLSTMChunk]:
     """The chunks of one sequence, first to last; none for a sequence without tokens.
 
@@ -140,7 +129,7 @@ def scan_mlstm(
     """
     *operands, i, f = tokens
     gates = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
-    for piece in split_chunks((*operands, *gates), size):
+    for piece in common.split_chunks((*operands, *gates), size):
         chunk = mlstm_chunk(*piece, *state, stabilise=not sigmoid_gate, normalize=normalize, eps=eps)
         yield chunk
         state = chunk[-3:]

@@ -16,20 +16,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfla_tk import env
-from tfla_tk.build import compiler, sources
+from tfla_tk.build import compiler, locking, sources
 from tfla_tk.build.compiler import DEVICE_FLAGS
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import Instance, Launcher
-from tfla_tk.build.locking import (
-    UNUSABLE_REMEDY,
-    cache_root,
-    check_directory,
-    explain_os_errors,
-    file_lock,
-    is_writable,
-    private_directory,
-    scratch_directory,
-)
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -58,21 +48,21 @@ def name_of(artifact: Artifact) -> str:
 
 def modules_dir() -> Path:
     """Where compiled modules are kept; the directory is the user's own."""
-    return cache_root() / "modules"
+    return locking.cache_root() / "modules"
 
 
 def check_cache() -> bool:
     """Whether modules can be added to the cache; False where those that it holds can only be read,
     BuildError where not even that. Nothing is written, so that a full disk is not noticed."""
     modules = modules_dir()
-    with explain_os_errors(modules):
+    with locking.explain_os_errors(modules):
         if os.path.isdir(modules):
-            check_directory(modules)
-    if is_writable(modules):
+            locking.check_directory(modules)
+    if locking.is_writable(modules):
         return True
     if count_modules() == 0:
         reason = f"the cache directory {modules} cannot be written, and no kernel can be read from it"
-        raise BuildError(reason, UNUSABLE_REMEDY)
+        raise BuildError(reason, locking.UNUSABLE_REMEDY)
     return False
 
 
@@ -154,15 +144,15 @@ def find_or_build(
             and the ptxas log.
     """
     modules = modules_dir()
-    with explain_os_errors(modules):
+    with locking.explain_os_errors(modules):
         if modules.is_dir():
-            check_directory(modules)
+            locking.check_directory(modules)
         found = _entries(wanted)
         if len(found) == len(wanted):
             return found
-        base = private_directory(modules)
+        base = locking.private_directory(modules)
         lock = _folder(*next(iter(wanted.items()))).name
-        with file_lock(base / f"{lock}.lock"), scratch_directory(base, lock) as scratch:
+        with locking.file_lock(base / f"{lock}.lock"), locking.scratch_directory(base, lock) as scratch:
             found = _entries(wanted)
             missing = [artifact for artifact in wanted if artifact not in found]
             if missing:
@@ -184,7 +174,10 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str, headers: list[s
     the file."""
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
-    with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
+    with (
+        locking.file_lock(folder.parent / f"{prefix}.lock"),
+        locking.scratch_directory(folder.parent, prefix) as scratch,
+    ):
         standing = find_entry(artifact, key)
         if standing is not None:  # by a compilation together with others; it may be in use
             return standing

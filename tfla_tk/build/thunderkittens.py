@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfla_tk import env
-from tfla_tk.build import sources
+from tfla_tk.build import locking, sources
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.locking import (
-    cache_root,
-    check_directory,
-    explain_os_errors,
-    file_lock,
-    private_directory,
-    scratch_directory,
-)
 
 URL = "https://github.com/HazyResearch/ThunderKittens.git"
 _HEADER = Path("include/kittens.cuh")
@@ -58,9 +50,9 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
     if chosen:
         return _chosen(chosen, commit)
     root = cached_root(commit)
-    with explain_os_errors(root.parent):
+    with locking.explain_os_errors(root.parent):
         if (root / _HEADER).is_file():
-            check_directory(root.parent)
+            locking.check_directory(root.parent)
             return ThunderKittens(root, commit, "cache")
     if not clone:
         raise _not_found(commit, root, "git clone: not tried here")
@@ -70,7 +62,7 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
 
 def cached_root(commit: str) -> Path:
     """Where the pinned commit is kept; BuildError where there is no home directory for the cache."""
-    return cache_root() / "thunderkittens" / commit
+    return locking.cache_root() / "thunderkittens" / commit
 
 
 def _chosen(place: str, commit: str) -> ThunderKittens:
@@ -101,9 +93,12 @@ def _clone(commit: str, root: Path) -> None:
     """Fetch one commit into a scratch directory and rename it into place."""
     chosen = env.THUNDERKITTENS_URL.get()
     url, origin = chosen or URL, f"{env.THUNDERKITTENS_URL.name}={chosen}" if chosen else URL
-    with explain_os_errors(root.parent):
-        private_directory(root.parent)
-        with file_lock(root.parent / f"{commit}.lock"), scratch_directory(root.parent, commit) as scratch:
+    with locking.explain_os_errors(root.parent):
+        locking.private_directory(root.parent)
+        with (
+            locking.file_lock(root.parent / f"{commit}.lock"),
+            locking.scratch_directory(root.parent, commit) as scratch,
+        ):
             if (root / _HEADER).is_file():
                 return
             tree = scratch / "tree"

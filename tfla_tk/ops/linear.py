@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core import flops, library, transforms
+from tfla_tk.core import flops, library, memo, transforms
 from tfla_tk.core.layout import (
     CHUNK,
     Kept,
@@ -52,14 +52,6 @@ from tfla_tk.core.layout import (
     grads_like,
     present,
     state_dtype,
-)
-from tfla_tk.core.memo import (
-    are_saved_tensors_hooked,
-    has_no_values,
-    is_plain,
-    may_keep,
-    named_in_profiles,
-    records,
 )
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
@@ -196,10 +188,10 @@ class LinearOps:
         """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
         Like these are tensors of the same metadata, strides included, that autograd records or not as
         these."""
-        if not is_plain(tuple(tensors)):
+        if not memo.is_plain(tuple(tensors)):
             return None
         core, count = self._padded(call, self._read(call, tensors)), self._count
-        recorded = records(tuple(tensors))
+        recorded = memo.records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
         constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
@@ -221,13 +213,13 @@ class LinearOps:
             o, last = unpadded(call, o, last)
             return o, as_asked(call, last)
 
-        return named_in_profiles(self._fwd_name, run)
+        return memo.named_in_profiles(self._fwd_name, run)
 
     def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
         """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
         form = variant or ("recurrent" if call.goes_by_token() else "chunkwise")
         *inputs, cu_seqlens, cu_seqlens_cpu = tensors
-        if has_no_values(cu_seqlens):
+        if memo.has_no_values(cu_seqlens):
             core = self._as_op_takes(self._read(call, tensors))
             o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
             return o, as_asked(call, last)
@@ -476,7 +468,7 @@ class LinearOps:
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked() and (self.keeping is None or not may_keep()):
+        if memo.are_saved_tensors_hooked() and (self.keeping is None or not memo.may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op
             core = self._as_op_takes(self.family.core(*inputs, *options))
@@ -503,7 +495,7 @@ class LinearOps:
             if self.family.op_inputs is not None:
                 tensors = *self.family.op_inputs(tensors[: self._count]), *tensors[self._count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
-        return named_in_profiles(self._bwd_name, kernels.backward)(
+        return memo.named_in_profiles(self._bwd_name, kernels.backward)(
             self.family.core(*saved[: self._count], *options_of_core),
             kept,
             *tensors[-2:],

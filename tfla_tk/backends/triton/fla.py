@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
-from tfla_tk.backends.triton.installation import (
-    GRID_LIMIT,
-    is_interpreted,
-    load_module,
-    missing,
-    too_many,
-    triton_version,
-    unusable,
-)
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
@@ -43,7 +35,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
 
 # looked up once at import, so that torch.compile sees a constant
-FLA_MISSING = missing("fla", "fla-core")
+FLA_MISSING = installation.missing("fla", "fla-core")
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -66,7 +58,7 @@ def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support |
     "fla"."""
     if variant not in (None, "fla"):
         fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
-    found = [unusable(call.device, FLA_MISSING)]
+    found = [installation.unusable(call.device, FLA_MISSING)]
     if call.dtype == torch.float64:
         found.append(Support(False, "Triton kernels have no float64", "use float32 or the reference"))
     if op == "chunk_delta_rule" and call.dtype == torch.float32:
@@ -97,9 +89,9 @@ def uneven_heads(call: LinearCall) -> Support | None:
 def too_many_heads(call: LinearCall) -> Support | None:
     """Why fla's grids do not hold the heads, or None."""
     count = call.batch * call.value_heads
-    if count <= GRID_LIMIT:
+    if count <= installation.GRID_LIMIT:
         return None
-    return too_many("batch x value heads", count, "split the batch or the heads")
+    return installation.too_many("batch x value heads", count, "split the batch or the heads")
 
 
 def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
@@ -112,7 +104,7 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
             "check the gradients, or use triton >= 3.7.1",
             auto=False,
         )
-    if is_interpreted(call.device):
+    if installation.is_interpreted(call.device):
         return Support(
             True,
             "runs in Triton's interpreter, where fla's kernels fail as they are",
@@ -153,7 +145,7 @@ def _too_many_keys(call: LinearCall) -> Support | None:
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     """Import what serves a call that is supported."""
-    return load_module(FLA_OPS[_op_of(call)])
+    return installation.load_module(FLA_OPS[_op_of(call)])
 
 
 def _op_of(call: LinearCall) -> str:
@@ -266,7 +258,7 @@ def gated_backward_is_guarded() -> bool:
 
 def _guard_is_lifted() -> bool:
     """Whether someone has told fla that a Triton that miscompiles its gated backward does not."""
-    version = triton_version()
+    version = installation.triton_version()
     if version is None or tuple(int(x) for x in re.findall(r"\d+", version)[:3]) >= _REPAIRED:
         return False
     return _stands_on_hopper() and bool(guard_module().TRITON_ABOVE_3_7_1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.channel_gate.call import (
     OPERANDS,
     Shape,
@@ -31,17 +32,6 @@ from tfla_tk.backends.tk.operands import (
     as_state,
     current_stream,
     strides,
-)
-from tfla_tk.backends.tk.prepared import (
-    Addresses,
-    Result,
-    Results,
-    Scratch,
-    are_same,
-    layout_of,
-    operand_at,
-    readable,
-    starts,
 )
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
@@ -65,11 +55,11 @@ def _run(
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
     likes = None if given is core else strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = needs_dg, likes, strides(do, dht), cut, layout_of(core)
+    key = needs_dg, likes, strides(do, dht), cut, prepared.layout_of(core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = readable(core, OPERANDS), as_operand(do), as_state(dht)
-        if not are_same((*core, do, dht), (*read, dout, last)):
+        read, dout, last = prepared.readable(core, OPERANDS), as_operand(do), as_state(dht)
+        if not prepared.are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
         run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
@@ -105,22 +95,22 @@ class Backward:
         has_sums = len(of_v) > 1
         walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
         kernel = build.load(instances.GLA, *walks)
-        addresses = Addresses()
-        q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
+        addresses = prepared.Addresses()
+        q, k, v, g = (prepared.operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
-        dout = operand_at(addresses.next(), do)
+        dout = prepared.operand_at(addresses.next(), do)
         dht_at = addresses.next(given=dht is not None)
-        self._results = Results(given[:4], addresses)
+        self._results = prepared.Results(given[:4], addresses)
         dq, dk, dv, dg = self._results.operands
         dh0_at = addresses.next(given=core.initial_state is not None)
-        kept_at, scratch = addresses.next(), Scratch(addresses.next())
+        kept_at, scratch = addresses.next(), prepared.Scratch(addresses.next())
         of, of_gates = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
         inflow, flows_at, anchors_at, anchor_bytes = dg, 0, 0, 0
         if needs_dg:
             if core.g.dtype != torch.float32:  # else it is where dg is
                 inflow_at = scratch.take(core.g.numel() * _FLOAT)
-                inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
+                inflow = prepared.operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
                 flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
             anchor_bytes = kernel.anchor_bytes(of, shape.tile_v)  # of a slice of V
@@ -180,19 +170,21 @@ class Backward:
         self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
         """`backward` of these tensors."""
-        at = starts(*core[:6], do, dht)
+        at = prepared.starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
-            return _run(self._needs_dg, given, readable(core, OPERANDS), kept, as_operand(do), as_state(dht))
+            return _run(
+                self._needs_dg, given, prepared.readable(core, OPERANDS), kept, as_operand(do), as_state(dht)
+            )
         results, written = self._results.allocate(given[: 4 if self._needs_dg else 3])
         *of_operands, dg = written if self._needs_dg else (*written, None)
         initial = given.initial_state
-        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else prepared.Result.of_state(torch.empty_like(initial))
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
         dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
-        at += starts(*of_operands, dg, dh0_written, borders, scratch)
+        at += prepared.starts(*of_operands, dg, dh0_written, borders, scratch)
         self._run(at, current_stream(self._device))
-        Results.fill(results, written)
+        prepared.Results.fill(results, written)
         dq, dk, dv, dg = results if self._needs_dg else (*results, None)
         return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
 
