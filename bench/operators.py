@@ -175,10 +175,6 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
 
 
-def _retention_decay(heads: int, device: torch.device) -> Tensor:
-    return reference.retention_log_decay(heads, torch.float64, device)
-
-
 LIGHTNING_LAYER = {"layer_idx": 4, "num_layers": 32}
 
 
@@ -275,7 +271,11 @@ OPERATORS: dict[str, Operator] = {
             baseline_unchecked=("df",),
         ),
         _linear("simple_gla", ("g",), has_value_heads=True),
-        _linear("retention", form="simple_gla", decay=_retention_decay),
+        _linear(
+            "retention",
+            form="simple_gla",
+            decay=lambda heads, device: reference.retention_log_decay(heads, torch.float64, device),
+        ),
         _linear(
             "lightning",
             form="simple_gla",

@@ -90,11 +90,6 @@ def render_summary(rows: Sequence[Row]) -> str:
     return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
-def has_summary(path: Path) -> bool:
-    """Whether a file shows the summary, and so its figure."""
-    return SUMMARY_BEGIN in path.read_text(encoding="utf-8")
-
-
 def update(path: Path, rows: Sequence[Row]) -> bool:
     """Replace what stands between each pair of markers of a file; returns whether the file changed."""
     text = new = path.read_text(encoding="utf-8")

@@ -101,8 +101,8 @@ def chunk_kda(
     """
     if cp_context is not None:
         check_no_context(cp_context)
-    if return_intermediate_states:
-        _check_inference(return_intermediate_states)
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        fail("return_intermediate_states", "False outside of torch.inference_mode()", True)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     of_chunks = safe_gate, disable_recompute, return_intermediate_states, use_graph, max_num_seqs, chunk_size
@@ -114,9 +114,3 @@ def chunk_kda(
 
 
 check_chunk_kda = checking(chunk_kda, _path)
-
-
-def _check_inference(return_intermediate_states: Any) -> None:
-    """ValueError where the states between chunks are asked for and a gradient may be."""
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        fail("return_intermediate_states", "False outside of torch.inference_mode()", True)

@@ -125,7 +125,8 @@ def check_recurrent(
         fail("inplace", "False where a gradient is recorded", in_place)
     if call.transformed:
         fail("inplace", "False under transforms of torch.func", in_place)
-    if initial_state.stride()[1:] != _dense_strides(initial_state):
+    *_, rows, columns = initial_state.shape
+    if initial_state.stride()[1:] != (rows * columns, columns, 1):
         fail(
             "initial_state",
             "contiguous states [HV, K, V] with inplace=True",
@@ -134,11 +135,6 @@ def check_recurrent(
     if not call.output_final_state:
         fail("output_final_state", "True with inplace=True, which returns the state", False)
     return replace(call, state_in_place=initial_state.dtype)
-
-
-def _dense_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of a contiguous x, without the first dimension."""
-    return x.shape[2] * x.shape[3], x.shape[3], 1
 
 
 def check_indices(name: str, indices: Any, pool: Tensor, *, rank: int = 1, layout: str = "[N]") -> None:

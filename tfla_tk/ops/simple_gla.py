@@ -23,11 +23,6 @@ def _core(call: LinearCall, tensors: Sequence[Any]) -> SimpleGLACore:
     return SimpleGLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
 
 
-def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Of q, k, v, g or g_gamma, initial_state, cu_seqlens."""
-    return 0, 1, 2, 4 if tensors[3] is None else 3, 5, 6
-
-
 def _op_inputs(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """With a decay per head [HV] as [B, T, HV]."""
     q, k, v, g, *others = inputs
@@ -65,7 +60,7 @@ ops = LinearOps(
         kernels=_kernels,
         flops=(flops.forward, flops.backward),
         saves_final_state=True,
-        places=_places,
+        places=lambda tensors: (0, 1, 2, 4 if tensors[3] is None else 3, 5, 6),
         op_inputs=_op_inputs,
     )
 )

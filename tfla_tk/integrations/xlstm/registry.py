@@ -81,7 +81,8 @@ def remove_names() -> None:
             kind.registry[key.removesuffix(ORIGINAL)] = kind.registry.pop(key)
         for key in OURS:
             kind.registry.pop(key, None)
-    _unhook()
+    cls = _backend_class()
+    cls.__init__ = getattr(cls.__init__, "tfla_tk_original", cls.__init__)
 
 
 def replaceable() -> dict[str, tuple[Kind, str]]:
@@ -197,8 +198,3 @@ def _hook() -> None:
     build.tfla_tk_original = original  # type: ignore[attr-defined]
     build.tfla_tk_built = alive  # type: ignore[attr-defined]
     cls.__init__ = build
-
-
-def _unhook() -> None:
-    cls = _backend_class()
-    cls.__init__ = getattr(cls.__init__, "tfla_tk_original", cls.__init__)

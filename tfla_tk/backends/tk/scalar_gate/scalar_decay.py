@@ -63,7 +63,8 @@ def _tensors(
     q: Tensor, k: Tensor, v: Tensor, g: MaybeTensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
 ) -> tuple[Any, ...]:
     """As mLSTM's kernels have them; without a decay there is a zero."""
-    g = kept_on_device(_zeros, q.device, q.device, _zero) if g is None else g
+    if g is None:
+        g = kept_on_device(_zeros, q.device, q.device, lambda device: torch.zeros((), device=device))
     return q, k, v, None, g, initial_state, None, None, cu_seqlens
 
 
@@ -80,10 +81,6 @@ def _options_of(
 
 
 _zeros: dict[torch.device, Tensor] = {}
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
