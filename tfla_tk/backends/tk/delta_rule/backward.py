@@ -12,21 +12,12 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_KEYS_WARPS
 
 
-def launches_of(
+def one_walk(
     kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
-    """The launches of the walks and of what follows from their sums, but for dbeta. at: the prepared
-    addresses of core's tensors. left: what the forward has kept. scratch: gets places of what launches
-    leave for each other."""
-    walks = _three_walks if shape.is_wide else _one_walk
-    return walks(kernel, shape, core, at, left, places, scratch)
-
-
-def _one_walk(
-    kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
-) -> list[Launch]:
-    """Those that carry gradients of states over a split, the walk, what makes dq and dk of parts of heads or
-    of sums in fp32, and dg."""
+    """The launches that carry gradients of states over a split, the walk, what makes dq and dk of parts of
+    heads or of sums in fp32, and dg. at: the prepared addresses of core's tensors. left: what the forward has
+    kept. scratch: gets places of what launches leave for each other."""
     of = shape.with_offsets(at.cu_seqlens, shape.split)
     q, k, gates, writes, *_ = places
     carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
@@ -60,7 +51,7 @@ def _one_walk(
     return launches
 
 
-def _three_walks(
+def three_walks(
     kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
     """The mirror, the walks for dq and dk, what adds up their parts, and dg."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs, kernels
-from tfla_tk.backends.tk.delta_rule.backward import launches_of
+from tfla_tk.backends.tk.delta_rule.backward import one_walk, three_walks
 from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape, layout
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream, strides
@@ -303,7 +303,8 @@ class Walks:
             dh0=dh0_at,
             strengths=parts_at,
         )
-        launches = launches_of(kernel, shape, core, at, left, places, scratch)
+        walks = three_walks if shape.is_wide else one_walk
+        launches = walks(kernel, shape, core, at, left, places, scratch)
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize

@@ -64,7 +64,9 @@ def _tensors(
 ) -> tuple[Any, ...]:
     """As mLSTM's kernels have them; without a decay there is a zero."""
     if g is None:
-        g = kept_on_device(_zeros, q.device, q.device, lambda device: torch.zeros((), device=device))
+        g = kept_on_device(
+            _zeros, q.device, q.device, lambda device: torch.zeros((), dtype=torch.float32, device=device)
+        )
     return q, k, v, None, g, initial_state, None, None, cu_seqlens
 
 
