@@ -16,12 +16,8 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates that nothing on this GPU exceeds.
-
-    Attributes:
-        copy: bytes read plus bytes written per second by a large device-to-device copy.
-        gemm: floating-point operations per second of an 8192^3 bf16 matrix product.
-    """
+    """Rates that nothing on this GPU exceeds. copy: bytes read plus bytes written per second by a large
+    device-to-device copy. gemm: floating-point operations per second of an 8192^3 bf16 matrix product."""
 
     copy: float
     gemm: float

@@ -53,11 +53,8 @@ DEFAULT_CASES = [
 
 def cases_of(operator: Operator, shape: Shape, chosen: list[str] | None) -> list[Case]:
     """Those of the chosen cases that differ for this operator: without a gate the default pattern alone.
-
-    Args:
-        chosen: None for DEFAULT_CASES, of packed sequences without the gradients of the last states: the
-            truth is computed on sequences that are padded to the longest, whose last states are others.
-    """
+    chosen: None for DEFAULT_CASES, of packed sequences without the gradients of the last states: the truth
+    is computed on sequences that are padded to the longest, whose last states are others."""
     cases = [CASES[name] for name in (DEFAULT_CASES if chosen is None else chosen)]
     if chosen is None and shape.N is not None:
         cases = [case._replace(last=False) for case in cases]

@@ -119,13 +119,8 @@ class Figures:
 
 @dataclass
 class Outcome:
-    """What became of a variant in a phase.
-
-    Attributes:
-        figures: by batch.
-        errors: of the agreement, by the phase that they are of.
-        status, reason: why there are none, or no more.
-    """
+    """What became of a variant in a phase. figures: by batch. errors: of the agreement, by the phase that
+    they are of. status, reason: why there are none, or no more."""
 
     variant: str
     figures: dict[int, Figures] = field(default_factory=dict)

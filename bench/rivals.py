@@ -38,12 +38,8 @@ MAMBA_CHUNK = 256  # that of its own layers
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rival's call on its own inputs.
-
-    Attributes:
-        leaves: what is differentiated, by the rival's names.
-        call: of the leaves in their order; the output.
-    """
+    """A rival's call on its own inputs. leaves: what is differentiated, by the rival's names. call: of the
+    leaves in their order; the output."""
 
     leaves: dict[str, Tensor]
     call: Callable[..., Tensor]

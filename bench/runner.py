@@ -29,13 +29,9 @@ OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contests of one run share.
-
-    Attributes:
-        layout, forget_bias: of the inputs, see `inputs.mlstm_inputs`.
-        provenance: run, gpu, torch, triton, nvcc, commit and date of the rows.
-        ceilings: None where there is no GPU.
-    """
+    """What all contests of one run share. layout, forget_bias: of the inputs, see `inputs.mlstm_inputs`.
+    provenance: run, gpu, torch, triton, nvcc, commit and date of the rows. ceilings: None where there is
+    no GPU."""
 
     device: torch.device
     dtype: str
@@ -147,15 +143,10 @@ def make_step(
     *,
     unused: bool = False,
 ) -> Callable[[], dict[str, Tensor]]:
-    """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates.
-
-    The results of a rival have its own names (`rivals.Rival.finish`).
-
-    Args:
-        cotangents: of the output and, named as the initial states are, of the last ones; empty for the output
-            alone.
-        unused: an input that the output does not depend on has a gradient of zeros.
-    """
+    """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates. The
+    results of a rival have its own names (`rivals.Rival.finish`). cotangents: of the output and, named as
+    the initial states are, of the last ones; empty for the output alone. unused: an input that the output
+    does not depend on has a gradient of zeros."""
     tensors, offsets = split_offsets(inputs)
     call: Callable[..., Any] = partial(operator.call, variant.call, **offsets)
     if variant.call in rivals.RIVALS:

@@ -17,12 +17,9 @@ PHASES = ("train", "prefill", "decode")  # of a whole model, in place of passes
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of T tokens, H heads, head dims K of q and k and V of v.
-
-    Attributes:
-        N: sequences packed in a batch of one of T tokens in all; None where nothing is packed.
-        HV: heads of v, a multiple of H, where they are more than those of q and k; None where they are H.
-    """
+    """B sequences of T tokens, H heads, head dims K of q and k and V of v. N: sequences packed in a batch
+    of one of T tokens in all; None where nothing is packed. HV: heads of v, a multiple of H, where they
+    are more than those of q and k; None where they are H."""
 
     B: int
     T: int
@@ -170,12 +167,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call must do.
-
-    Attributes:
-        flops: multiplications and additions of the chunkwise form with fused chunks of CHUNK tokens.
-        bytes: traffic with device memory.
-    """
+    """The least that a call must do. flops: multiplications and additions of the chunkwise form with fused
+    chunks of CHUNK tokens. bytes: traffic with device memory."""
 
     flops: float
     bytes: float

@@ -82,12 +82,8 @@ class HostStopwatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure.
-
-    Attributes:
-        repeats: timed runs of each variant.
-        budget_ms: time that one variant may take in all; a slower one is run less often.
-    """
+    """How long to measure. repeats: timed runs of each variant. budget_ms: time that one variant may take
+    in all; a slower one is run less often."""
 
     repeats: int
     budget_ms: float

@@ -45,14 +45,11 @@ class Variant:
 def find_variants(
     operator: Operator, backends: Sequence[str] | None, *, on_gpu: bool, rivals: bool = False
 ) -> list[Variant]:
-    """The competitors of one operator, in the order they are shown; what it lacks is left out.
-
-    Args:
-        backends: families (of COMPARED with rivals, else of FAMILIES) and single variants
-            (triton:xl_chunk_128); None takes every family on a GPU and the reference's forms without one.
-        on_gpu: the family reference is its chunkwise form on a GPU, every form elsewhere.
-        rivals: with those of RIVALS that compute the operator, which are no backends of the public functions.
-    """
+    """The competitors of one operator, in the order they are shown; what it lacks is left out. backends:
+    families (of COMPARED with rivals, else of FAMILIES) and single variants (triton:xl_chunk_128); None
+    takes every family on a GPU and the reference's forms without one. on_gpu: the family reference is its
+    chunkwise form on a GPU, every form elsewhere. rivals: with those of RIVALS that compute the operator,
+    which are no backends of the public functions."""
     check_named(list(OPERATORS.values()), backends, rivals=rivals)
     every = (COMPARED if rivals else FAMILIES) if on_gpu else ("reference",)
     named = backends is not None

@@ -58,13 +58,9 @@ class ChunkDecay(NamedTuple):
         return (self.pairs * weights).mT @ x
 
     def gradient(self, flows: Sequence[tuple[Tensor, Tensor]], k: Tensor, *others: Tensor) -> Tensor:
-        """That of g, from flows of gradient (`log_decay_gradient`).
-
-        Args:
-            flows: weights [L, L] and x [L, K]: from token j to t flows e^{b_t - b_j} weights_tj x_t k_j.
-            others: [L, K] to every token from the state that enters, [L, K] from it to the one that leaves,
-                [K, V] from state to state.
-        """
+        """That of g, from flows of gradient (`log_decay_gradient`). flows: weights [L, L] and x [L, K]:
+        from token j to t flows e^{b_t - b_j} weights_tj x_t k_j. others: [L, K] to every token from the
+        state that enters, [L, K] from it to the one that leaves, [K, V] from state to state."""
         received, sent, passed = others
         if self.per_channel:
             by_channel = sum(weights[:, :, None] * x.mT[..., None] for weights, x in flows)

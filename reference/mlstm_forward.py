@@ -81,11 +81,8 @@ def mlstm_by_token(
     sigmoid_gate: bool = False,
     normalize: bool = True,
 ) -> tuple[Tensor, Any]:
-    """h in q's dtype and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        step: of one token. tokens: q, k, v, i, f. Others as of :func:`mlstm_forward_terms`.
-    """
+    """h in q's dtype and the last state, (c, n, m) or with the sigmoid gate (c, n). step: of one token.
+    tokens: q, k, v, i, f. Others as of :func:`mlstm_forward_terms`."""
     state = first_state(tokens, initial, cu_seqlens, sigmoid_gate, normalize)
     *operands, i, f = tokens
     promoted = common.promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
@@ -96,11 +93,8 @@ def mlstm_by_token(
 def first_state(
     tokens: common.States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation.
-
-    Raises:
-        ValueError: some of those that count are given, and others are not.
-    """
+    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation. ValueError:
+    some of those that count are given, and others are not."""
     q, _, v, *_ = tokens
     counting = (True, normalize, not sigmoid_gate)
     given = ["cnm"[place] for place in range(3) if counting[place] and initial[place] is not None]
@@ -121,12 +115,9 @@ def first_state(
 def scan_mlstm(
     tokens: common.States, state: common.States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
 ) -> Iterator[MLSTMChunk]:
-    """The chunks of one sequence, first to last; none for a sequence without tokens.
-
-    Args:
-        tokens: q, k, v, i, f. state: c, n, m before the first token. All of one dtype.
-        size: tokens per chunk; the last chunk may be shorter.
-    """
+    """The chunks of one sequence, first to last; none for a sequence without tokens. tokens: q, k, v, i,
+    f. state: c, n, m before the first token. All of one dtype. size: tokens per chunk; the last chunk may
+    be shorter."""
     *operands, i, f = tokens
     gates = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
     for piece in common.split_chunks((*operands, *gates), size):

@@ -77,16 +77,11 @@ def is_cached(artifact: Artifact) -> bool:
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
-    """The functions and constants of a launcher, once it can launch these instances; compiled now where the
-    cache lacks them, side by side.
-
-    The first call of a process checks the cache; later ones return the same module.
-
-    Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel
-            that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
-        CaptureError: A CUDA graph is being captured and something would have to be compiled.
-    """
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where
+    the cache lacks them, side by side. The first call of a process checks the cache; later ones return the
+    same module. BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation,
+    a kernel that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+    CaptureError: A CUDA graph is being captured and something would have to be compiled."""
     module = _launchers.get(launcher)
     if module is not None and _attached[launcher].issuperset(instances):
         return module
@@ -141,13 +136,9 @@ def ensure(
 
 
 def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
-    """Compile an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver.
-
-    The ptxas log is returned unjudged: ``check_ptxas_log`` judges it.
-
-    Raises:
-        BuildError: No nvcc, no ThunderKittens, or a failed compilation.
-    """
+    """Compile an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver. The ptxas log is
+    returned unjudged: ``check_ptxas_log`` judges it. BuildError: No nvcc, no ThunderKittens, or a failed
+    compilation."""
     toolchain, kittens = find_toolchain(), find_thunderkittens()
     out_dir.mkdir(parents=True, exist_ok=True)
     cubin = out_dir / f"{instance.name}.cubin"

@@ -136,13 +136,9 @@ def find_or_build(
     wanted: dict[Artifact, str], compile_into: Callable[[list[Artifact], Path], tuple[Path, str]]
 ) -> dict[Artifact, Entry]:
     """The entries of artifacts by their keys; those that there are none of are compiled together, to one
-    file, under a lock that other processes wait on.
-
-    Args:
-        wanted: What to find, with its key.
-        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path
-            and the ptxas log.
-    """
+    file, under a lock that other processes wait on. wanted: What to find, with its key. compile_into:
+    Takes what to compile and a scratch directory, leaves the file there, returns its path and the ptxas
+    log."""
     modules = modules_dir()
     with locking.explain_os_errors(modules):
         if modules.is_dir():

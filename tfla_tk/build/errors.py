@@ -4,12 +4,8 @@ _loaded_before = (globals()["BuildError"], globals()["CaptureError"]) if "BuildE
 
 
 class BuildError(RuntimeError):
-    """A kernel could not be built or loaded.
-
-    Attributes:
-        reason: What went wrong.
-        remedy: What the user can do about it; may be empty.
-    """
+    """A kernel could not be built or loaded. reason: What went wrong. remedy: What the user can do about
+    it; may be empty."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         self.reason = reason

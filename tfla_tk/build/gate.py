@@ -55,16 +55,9 @@ def ptxas_faults(log: str) -> list[str]:
 
 
 def check_ptxas_log(log: str, name: str = "kernel") -> None:
-    """Refuse a kernel whose ptxas log tells of any lost performance, as this project's own tests do.
-
-    Args:
-        log: Output of nvcc with ``-Xptxas=-v``.
-        name: The instance, for the message.
-
-    Raises:
-        BuildError: Quotes every ``C75xx`` or "setmaxnreg ignored" line and every function with a stack
-            frame or spills.
-    """
+    """Refuse a kernel whose ptxas log tells of any lost performance, as this project's own tests do. log:
+    Output of nvcc with ``-Xptxas=-v``. name: The instance, for the message. BuildError: Quotes every
+    ``C75xx`` or "setmaxnreg ignored" line and every function with a stack frame or spills."""
     faults = ptxas_faults(log)
     if faults:
         raise BuildError(

@@ -189,12 +189,8 @@ def mlstm_fwd(
     decay: bool = False,
     sequential: bool = False,
 ) -> Instance:
-    """The forward of mLSTM, or with a scalar decay.
-
-    Args:
-        tile: of `mlstm_tile`. half: operands are fp16, here and below.
-        sequential: a kernel that waits for every GEMM before its next step.
-    """
+    """The forward of mLSTM, or with a scalar decay. tile: of `mlstm_tile`. half: operands are fp16, here
+    and below. sequential: a kernel that waits for every GEMM before its next step."""
     (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE[decay]
     of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
     name, suffix = _of_tile("fwd", tile, True), "" if normalize or decay else "_unnormalized"

@@ -11,11 +11,8 @@ _SILENT_S = 2.0
 
 
 class Progress:
-    """Counts what is compiled; silent where that takes less than two seconds.
-
-    Args:
-        total: how many files are compiled. jobs: compiler processes at a time. kept: where they are kept.
-    """
+    """Counts what is compiled; silent where that takes less than two seconds. total: how many files are
+    compiled. jobs: compiler processes at a time. kept: where they are kept."""
 
     def __init__(self, total: int, jobs: int, kept: str) -> None:
         self._total, self._jobs, self._kept, self._done = total, jobs, kept, 0

@@ -18,13 +18,9 @@ _CLONE_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class ThunderKittens:
-    """A ThunderKittens tree.
-
-    Attributes:
-        root: Its top directory; the headers lie in ``root / "include"``.
-        identity: The pinned commit, or for a tree of the user's a digest of its headers; in the cache key.
-        origin: Which look-up found it.
-    """
+    """A ThunderKittens tree. root: Its top directory; the headers lie in ``root / "include"``. identity:
+    The pinned commit, or for a tree of the user's a digest of its headers; in the cache key. origin: Which
+    look-up found it."""
 
     root: Path
     identity: str
@@ -37,14 +33,9 @@ class ThunderKittens:
 
 
 def find_thunderkittens(clone: bool = True) -> ThunderKittens:
-    """The first of THUNDERKITTENS_ROOT, the cached tree and a fresh clone of the pinned commit.
-
-    Args:
-        clone: Whether the third look-up may go to the network.
-
-    Raises:
-        BuildError: None is there, THUNDERKITTENS_ROOT holds no ThunderKittens, or another user's cache does.
-    """
+    """The first of THUNDERKITTENS_ROOT, the cached tree and a fresh clone of the pinned commit. clone:
+    Whether the third look-up may go to the network. BuildError: None is there, THUNDERKITTENS_ROOT holds
+    no ThunderKittens, or another user's cache does."""
     commit = sources.thunderkittens_commit()
     chosen = env.THUNDERKITTENS_ROOT.get()
     if chosen:

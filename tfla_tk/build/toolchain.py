@@ -47,14 +47,9 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH.
-
-    Usable is one that finds a host compiler.
-
-    Raises:
-        BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The message lists each place
-            and its fault; the remedy is a host compiler where nothing else is missing.
-    """
+    """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH. Usable is one
+    that finds a host compiler. BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The
+    message lists each place and its fault; the remedy is a host compiler where nothing else is missing."""
     chosen = env.NVCC.get()
     if chosen:
         try:

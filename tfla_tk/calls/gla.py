@@ -11,12 +11,9 @@ from tfla_tk.core.layout import MaybeTensor
 
 
 class GLACore(NamedTuple):
-    """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order.
-
-    Attributes:
-        g: [B, T, H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides.
-        others: as of `SimpleGLACore`, HV = H.
-    """
+    """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order. g: [B, T,
+    H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides. others: as of `SimpleGLACore`, HV =
+    H."""
 
     q: Tensor
     k: Tensor

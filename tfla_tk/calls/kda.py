@@ -27,12 +27,8 @@ SAFE = -5.0  # fla's safe gate takes lower bounds from here on
 @dataclass(frozen=True, kw_only=True)
 class KDACall(DeltaRuleCall):
     """A call of KDA as backends judge it; its gate is "channel", or "raw" where g becomes the log decay.
-
-    Attributes:
-        lower_bound: of raw gates, or None.
-        intermediate_states: the states between chunks are a third result.
-        safe_gate, disable_recompute, use_graph: how fla's function is to compute it; results are the same.
-    """
+    lower_bound: of raw gates, or None. intermediate_states: the states between chunks are a third result.
+    safe_gate, disable_recompute, use_graph: how fla's function is to compute it; results are the same."""
 
     lower_bound: float | None
     intermediate_states: bool

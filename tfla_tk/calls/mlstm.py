@@ -18,13 +18,9 @@ MaybeGrads: TypeAlias = tuple[MaybeTensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMCall(Call):
-    """What a backend needs to know about one mLSTM call to accept or refuse it.
-
-    Attributes:
-        recompute_states: for the Triton kernels' backward.
-        dtype_state: of the state that is returned; of a step and a few tokens alone, as inplace.
-        inplace: each part of the given state is overwritten in the dtype it has.
-    """
+    """What a backend needs to know about one mLSTM call to accept or refuse it. recompute_states: for the
+    Triton kernels' backward. dtype_state: of the state that is returned; of a step and a few tokens alone,
+    as inplace. inplace: each part of the given state is overwritten in the dtype it has."""
 
     sigmoid_gate: bool
     normalize: bool

@@ -100,13 +100,9 @@ def check_recurrent(
     inplace: Any,
     **arguments: Any,
 ) -> LinearCall:
-    """Check one call token by token and describe it.
-
-    Args:
-        check: of the family's chunkwise functions.
-        initial_state: as there, or with state_indices a pool [slots, HV, K, V].
-        state_indices: [N] int32, or None. inplace: the state is overwritten.
-    """
+    """Check one call token by token and describe it. check: of the family's chunkwise functions.
+    initial_state: as there, or with state_indices a pool [slots, HV, K, V]. state_indices: [N] int32, or
+    None. inplace: the state is overwritten."""
     in_place = check_bool("inplace", inplace)
     if state_indices is not None:
         if not in_place:
@@ -149,14 +145,9 @@ def check_indices(name: str, indices: Any, pool: Tensor, *, rank: int = 1, layou
 
 
 def through_a_copy(serve: Callable[..., Any], at: int, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """A call in place by a backend that returns a new state: read what the indices name, and write it back.
-
-    It waits for the GPU where there are indices.
-
-    Args:
-        serve: the call that returns a new state. at: the place of the state; cu_seqlens and the indices are
-            the last tensors.
-    """
+    """A call in place by a backend that returns a new state: read what the indices name, and write it
+    back. It waits for the GPU where there are indices. serve: the call that returns a new state. at: the
+    place of the state; cu_seqlens and the indices are the last tensors."""
     pool, offsets, indices = tensors[at], *tensors[-2:]
     named = pool if indices is None else pool[indices.clamp(min=0)]
     o, last = serve(*tensors[:at], named, *tensors[at + 1 : -1], None)

@@ -27,11 +27,8 @@ def operator(function: Function) -> Function:
 
 
 class Described(Exception):
-    """In the place of `backend`: the call is to be described, not served.
-
-    Attributes:
-        kernel, call: the kernel's name and the description, once it is raised.
-    """
+    """In the place of `backend`: the call is to be described, not served. kernel, call: the kernel's name
+    and the description, once it is raised."""
 
     kernel: str
     call: Any
@@ -71,16 +68,10 @@ def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Sup
 
 
 def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:
-    """The backend and variant that serve the call.
-
-    Args:
-        load: have the backend load what the call needs, as a call does before it is computed; "auto" goes on
-            to the next one where that fails.
-
-    Raises:
-        UnsupportedError: a backend asked for by name cannot serve it, or under "auto" none can.
-        CaptureError: a kernel would have to be compiled while a CUDA graph is being captured.
-    """
+    """The backend and variant that serve the call. load: have the backend load what the call needs, as a
+    call does before it is computed; "auto" goes on to the next one where that fails. UnsupportedError: a
+    backend asked for by name cannot serve it, or under "auto" none can. CaptureError: a kernel would have
+    to be compiled while a CUDA graph is being captured."""
     name, variant = split_backend(backend)
     if name == "auto":
         for candidate in BACKENDS:
@@ -98,11 +89,8 @@ def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) 
 
 
 def describe(op: str, *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
-    """The backend that a call of a public function asks for, the kernel's name, and the call's description.
-
-    Raises:
-        TypeError, ValueError: whatever the call itself would raise about its arguments.
-    """
+    """The backend that a call of a public function asks for, the kernel's name, and the call's
+    description. TypeError, ValueError: whatever the call itself would raise about its arguments."""
     try:
         bound = inspect.signature(OPERATORS[op]).bind(*args, **kwargs)
     except TypeError as error:

@@ -96,10 +96,7 @@ def forget_calls() -> None:
 
 class CallMemo(Generic[Result]):
     """Results by the signature of plain eager calls. That a call is like the latest one takes less to see.
-
-    Args:
-        strided: strides are part of the signature.
-    """
+    strided: strides are part of the signature."""
 
     def __init__(self, strided: bool = False) -> None:
         self._strided = strided
@@ -140,14 +137,9 @@ class CallMemo(Generic[Result]):
 
 
 class _Likeness:
-    """Whether eager calls are plain and of one signature.
-
-    torch's own guards compare metadata in a call for all tensors. They are asked about dense tensors alone:
-    of a nested one they end the process.
-
-    Args:
-        tensors, options: of such a call. strided: strides are part of the signature.
-    """
+    """Whether eager calls are plain and of one signature. torch's own guards compare metadata in a call
+    for all tensors. They are asked about dense tensors alone: of a nested one they end the process.
+    tensors, options: of such a call. strided: strides are part of the signature."""
 
     def __init__(self, tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool) -> None:
         present = [x for x in tensors if x is not None]
@@ -183,16 +175,11 @@ class _Likeness:
 
 
 def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
-    """All that validation, choice and dispatch of a call depend on, but for the machine.
-
-    None for anything but a plain eager call: while something traces, transforms or intercepts torch
-    operations, for tensor subclasses and what torch.func has wrapped, and for arguments that are not of the
-    types that a valid call has.
-
-    Args:
-        tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
-        strided: whether strides count.
-    """
+    """All that validation, choice and dispatch of a call depend on, but for the machine. None for anything
+    but a plain eager call: while something traces, transforms or intercepts torch operations, for tensor
+    subclasses and what torch.func has wrapped, and for arguments that are not of the types that a valid
+    call has. tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
+    strided: whether strides count."""
     types = tuple(map(type, options))
     if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None

@@ -22,11 +22,7 @@ _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
 
 
 class Plan(NamedTuple):
-    """How a call is served.
-
-    Attributes:
-        serve: what the public function computes, from the call's tensors.
-    """
+    """How a call is served. serve: what the public function computes, from the call's tensors."""
 
     call: Any
     backend: str

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 class KeepingOps:
-    """These ops of a family.
-
-    Attributes:
-        fwd, bwd: the ops.
-    """
+    """These ops of a family. fwd, bwd: the ops."""
 
     def __init__(self, ops: LinearOps) -> None:
         self._ops = ops

@@ -144,15 +144,11 @@ def explicit_gradients(
 
 
 class LinearOps:
-    """The registered ops of a family.
-
-    Attributes:
-        fwd, bwd, packed, packed_bwd: the ops, called with arguments in the order above.
-        keeping: those of a family that keeps; None for others.
-        direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
-            arguments are the inputs, and in one tuple the prepared forward, its module, the options,
-            output_final_state, and whether gates have a gradient.
-    """
+    """The registered ops of a family. fwd, bwd, packed, packed_bwd: the ops, called with arguments in the
+    order above. keeping: those of a family that keeps; None for others. direct: applies the autograd
+    function of plain eager calls, which calls the kernels themselves; its arguments are the inputs, and in
+    one tuple the prepared forward, its module, the options, output_final_state, and whether gates have a
+    gradient."""
 
     def __init__(self, family: Family) -> None:
         self.family = family

@@ -34,10 +34,7 @@ _COUNT = 8  # of the tensors: q, k, v, i, f, c, n, m
 
 class DecodingOps:
     """The registered ops `name`, which returns a new state, and `name_`, which overwrites the given one.
-
-    Attributes:
-        new_state, in_place: these ops.
-    """
+    new_state, in_place: these ops."""
 
     def __init__(self, name: str) -> None:
         our_library = library.get()

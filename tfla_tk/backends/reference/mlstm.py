@@ -19,11 +19,8 @@ supports_mlstm = supports_form
 
 
 def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens.
-    """
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n). tensors: q, k, v, i,
+    f, c_initial, n_initial, m_initial, cu_seqlens."""
     form = variant or "chunkwise"
     cu_seqlens = tensors[-1]
     if has_no_values(cu_seqlens):

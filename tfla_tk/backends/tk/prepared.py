@@ -144,11 +144,7 @@ def aligned(size: int) -> int:
 
 
 class Scratch:
-    """Places in one allocation, of what kernels of a call leave for others.
-
-    Attributes:
-        bytes: of the allocation.
-    """
+    """Places in one allocation, of what kernels of a call leave for others. bytes: of the allocation."""
 
     def __init__(self, address: int) -> None:
         """Args: address: the prepared one of the allocation."""
@@ -201,14 +197,8 @@ class Result(NamedTuple):
 
 
 class Results:
-    """Those of calls whose tensors lie alike that are like an input [B, T, H, D] each.
-
-    Args:
-        likes: these inputs. addresses: number the results.
-
-    Attributes:
-        operands: what the kernels write, at prepared addresses.
-    """
+    """Those of calls whose tensors lie alike that are like an input [B, T, H, D] each. likes: these
+    inputs. addresses: number the results. operands: what the kernels write, at prepared addresses."""
 
     def __init__(self, likes: Sequence[Any], addresses: Addresses) -> None:
         results = [Result.like(x, "meta") for x in likes]

@@ -21,13 +21,9 @@ _LEAST_CHUNKS = 4
 
 
 class Costs(NamedTuple):
-    """What a cut costs, in chunks of the kernel whose sequences are cut.
-
-    Attributes:
-        states_chunk: a chunk that forgets nothing, of the kernel that sums segments.
-        prologue: start and end of a CTA.
-        launches: the small kernel, with the gaps between launches.
-    """
+    """What a cut costs, in chunks of the kernel whose sequences are cut. states_chunk: a chunk that
+    forgets nothing, of the kernel that sums segments. prologue: start and end of a CTA. launches: the
+    small kernel, with the gaps between launches."""
 
     states_chunk: float
     prologue: float
@@ -59,12 +55,9 @@ def find(
 
 @functools.lru_cache(maxsize=4096)
 def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
-    """The cut of `sequences` sequences of `tokens` tokens each.
-
-    Args:
-        ctas: that work on one segment: heads times slices of V, or of K times parts of V in the backward.
-        multiprocessors: of the GPU, times the CTAs that one of them holds.
-    """
+    """The cut of `sequences` sequences of `tokens` tokens each. ctas: that work on one segment: heads
+    times slices of V, or of K times parts of V in the backward. multiprocessors: of the GPU, times the
+    CTAs that one of them holds."""
     chunks = -(-tokens // CHUNK)
 
     def cost(length: int) -> float:

@@ -294,14 +294,10 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
 
 def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support | None:
     """Whether a launch exceeds CUDA's grid by its chunks: its blocks along y and z, forward and backward.
-
     The kernels over the states have batch x heads along z. Those over the outputs and gradients have, in
-    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y and
-    chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64.
-
-    Args:
-        rows: batch times heads. chunks: of one sequence.
-    """
+    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y
+    and chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64. rows: batch
+    times heads. chunks: of one sequence."""
     if name == "limit_chunk":
         return too_many("chunks", chunks, "use larger chunks") if chunks > GRID_LIMIT else None
     if chunks * rows > GRID_LIMIT:

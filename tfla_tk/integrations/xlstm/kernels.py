@@ -58,17 +58,10 @@ def chunkwise(
     dtype_state: torch.dtype = torch.float32,
     **tuning: Any,
 ) -> Tensor | tuple[Tensor, State]:
-    """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as above.
-
-    An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`), since it is
-    going to be stored in them.
-
-    Args:
-        dtype_state: of the state returned; fp64 for fp64 q.
-
-    Raises:
-        TypeError: an argument that neither this package nor mlstm_kernels knows.
-    """
+    """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as
+    above. An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`),
+    since it is going to be stored in them. dtype_state: of the state returned; fp64 for fp64 q. TypeError:
+    an argument that neither this package nor mlstm_kernels knows."""
     options: dict[str, Any] = {"eps": eps, "autocast_kernel_dtype": autocast_kernel_dtype, "backend": backend}
     options |= {"return_last_states": return_last_states, "chunk_size": chunk_size}
     return _serve((q, k, v, i, f), (c_initial, n_initial, m_initial), None, dtype_state, options, tuning)
@@ -106,13 +99,9 @@ def _serve(
     options: dict[str, Any],
     tuning: dict[str, Any],
 ) -> Tensor | tuple[Tensor, State]:
-    """`chunkwise` and `chunkwise_siging`.
-
-    Args:
-        tokens: q, k, v, i, f. given: the initial state, c, n, m or with the sigmoid gate c, n.
-        normalize: of the sigmoid gate; None is the exponential gate.
-        options: the others of `mlstm_chunkwise`.
-    """
+    """`chunkwise` and `chunkwise_siging`. tokens: q, k, v, i, f. given: the initial state, c, n, m or with
+    the sigmoid gate c, n. normalize: of the sigmoid gate; None is the exponential gate. options: the
+    others of `mlstm_chunkwise`."""
     _check_tuning(tuning)
     q, sigmoid_gate = tokens[0], normalize is not None
     kept = _kept_dtype(q, dtype_state)

@@ -44,11 +44,7 @@ class Kind(NamedTuple):
 
 
 def kinds() -> tuple[Kind, Kind]:
-    """The registries of chunkwise and of step kernels.
-
-    Raises:
-        ImportError: mlstm_kernels is not installed.
-    """
+    """The registries of chunkwise and of step kernels. ImportError: mlstm_kernels is not installed."""
     try:
         found = [getattr(importlib.import_module(module), name) for module, name, *_ in (_CHUNKWISE, _STEP)]
         importlib.import_module(_BACKEND_MODULE)

@@ -68,14 +68,9 @@ def _run(
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike.
-
-    Args:
-        given: q, k, v and g as the gradients are like them.
-        core: as `readable` leaves it but for odd addresses; so are do and dht.
-        kept_cut: the cut of the forward that has kept the states at the borders; None where they are made
-            again.
-    """
+    """The backward of calls whose tensors lie alike. given: q, k, v and g as the gradients are like them.
+    core: as `readable` leaves it but for odd addresses; so are do and dht. kept_cut: the cut of the
+    forward that has kept the states at the borders; None where they are made again."""
 
     def __init__(
         self,

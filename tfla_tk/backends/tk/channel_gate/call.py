@@ -118,13 +118,8 @@ class Shape(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Columns of K or of V that a launch takes, of those of a call.
-
-    Attributes:
-        first: the first of them.
-        dim: how many they are.
-        others: columns of the call's other launches.
-    """
+    """Columns of K or of V that a launch takes, of those of a call. first: the first of them. dim: how
+    many they are. others: columns of the call's other launches."""
 
     first: int
     dim: int

@@ -47,13 +47,8 @@ class Wanted(NamedTuple):
 
 
 class Inputs:
-    """What is made of the inputs of calls whose tensors lie alike.
-
-    Args:
-        given: q and k as the made ones lie like them, where a TMA descriptor can address these.
-        core: as `readable` leaves it.
-        wanted: something.
-    """
+    """What is made of the inputs of calls whose tensors lie alike. given: q and k as the made ones lie
+    like them, where a TMA descriptor can address these. core: as `readable` leaves it. wanted: something."""
 
     def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, wanted: Wanted) -> None:
         shape, self._wanted = Shape.of(core), wanted
@@ -109,12 +104,8 @@ class Inputs:
 
 
 class Gradients:
-    """The gradients of the raw inputs of calls whose tensors lie alike.
-
-    Args:
-        given: the call as its gradients are like. core: as `readable` leaves it.
-        found: the gradients of what the inputs are made into.
-    """
+    """The gradients of the raw inputs of calls whose tensors lie alike. given: the call as its gradients
+    are like. core: as `readable` leaves it. found: the gradients of what the inputs are made into."""
 
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...], wanted: Wanted

@@ -130,11 +130,7 @@ def _run(
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike.
-
-    Args:
-        read: the call as `readable` leaves it.
-    """
+    """The forward of calls whose tensors lie alike. read: the call as `readable` leaves it."""
 
     def __init__(
         self, core: DeltaRuleCore, read: DeltaRuleCore, *, output_final_state: bool, keep: bool
@@ -153,14 +149,9 @@ class Forward:
 
 
 class Backward:
-    """The backward of calls whose tensors and gradients lie alike.
-
-    What follows raw inputs is prepared by the first call, which has what these are made into.
-
-    Args:
-        core: the call as gradients are like it.
-        read: as `readable` leaves it but for odd addresses.
-    """
+    """The backward of calls whose tensors and gradients lie alike. What follows raw inputs is prepared by
+    the first call, which has what these are made into. core: the call as gradients are like it. read: as
+    `readable` leaves it but for odd addresses."""
 
     def __init__(self, core: DeltaRuleCore, read: DeltaRuleCore, *, needs_gates: bool) -> None:
         wanted = Wanted.of(core)
@@ -260,10 +251,7 @@ class Walk:
 
 class Walks:
     """The walks of the backward, and what follows from their sums, of calls whose tensors lie alike.
-
-    Args:
-        given: the call as the gradients are like it. core: as `readable` leaves it, with nothing to be made.
-    """
+    given: the call as the gradients are like it. core: as `readable` leaves it, with nothing to be made."""
 
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor, *, needs_dg: bool

@@ -170,11 +170,7 @@ def forward(
 def longest_lead(chunks: int, decays: bool) -> int:
     """Of walks of a split into segments of so many chunks. Where other heads are carried, a lead is walked
     beside these launches, so it is short: a quarter of a segment, half of the shortest segments that have
-    leads; 0 where all heads are carried.
-
-    Args:
-        decays: whether there are gates.
-    """
+    leads; 0 where all heads are carried. decays: whether there are gates."""
     if not decays:
         return 0
     pieces = chunks // SEGMENT_CHUNKS

@@ -53,11 +53,8 @@ class Shape(Sizes):
 
 class Left(NamedTuple):
     """Where the kernels of the forward leave what others read, prepared addresses in one allocation.
-
-    Attributes:
-        tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta.
-        states: that enter chunks, for a backward; 0 for none.
-    """
+    tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta. states: that enter
+    chunks, for a backward; 0 for none."""
 
     tiles: tuple[int, ...]
     states: int

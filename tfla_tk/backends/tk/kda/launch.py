@@ -147,11 +147,8 @@ class Forward:
 
 
 class Backward:
-    """The backward of calls whose tensors and gradients lie alike.
-
-    Args:
-        given: the call as gradients are like it. core: as `readable` leaves it; so are do and dht.
-    """
+    """The backward of calls whose tensors and gradients lie alike. given: the call as gradients are like
+    it. core: as `readable` leaves it; so are do and dht."""
 
     def __init__(
         self, given: KDACore, core: KDACore, do: Tensor, dht: MaybeTensor, *, needs_gates: bool

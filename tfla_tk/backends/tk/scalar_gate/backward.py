@@ -151,12 +151,9 @@ def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
-
-    Args:
-        kept: of such a call; the forwards of all of them are cut in the same way.
-        like: as in `run`.
-    """
+    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    addresses. kept: of such a call; the forwards of all of them are cut in the same way. like: as in
+    `run`."""
 
     def __init__(self, tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> None:
         self._options = options

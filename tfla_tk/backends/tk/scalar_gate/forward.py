@@ -55,13 +55,8 @@ class Tensors(NamedTuple):
 class Left(NamedTuple):
     """What is in the one tensor that a forward leaves for its backward: with head dims of at most 128 the
     states before every second chunk of 64 tokens, transposed and in 16 bits, else those at the cuts of its
-    sequences.
-
-    Attributes:
-        cut: of the forward's sequences.
-        offsets: bytes from the start of the tensor to the states, or with narrow head dims to their units,
-            and to n, which is written with a normaliser only.
-    """
+    sequences. cut: of the forward's sequences. offsets: bytes from the start of the tensor to the states,
+    or with narrow head dims to their units, and to n, which is written with a normaliser only."""
 
     cut: Cut
     offsets: tuple[int, int]
@@ -134,11 +129,8 @@ def run(tensors: Sequence[Any], options: Options) -> FwdResult:
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
-
-    Args:
-        h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of.
-    """
+    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    addresses. h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of."""
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
