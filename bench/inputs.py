@@ -1,9 +1,9 @@
 """Random inputs of the comparison: the same values for every backend, whatever the memory layout."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,6 +124,22 @@ def draw_steps(
         )
         for name, (size, dtype) in sizes.items()
     }
+
+
+_made: dict[Any, tuple[Tensor, ...]] = {}
+
+
+def made_once(make: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What is made of the states of T steps, dimension 2 of tensors, each contiguous, on the first call with
+    these tensors. The memory of what was made of others is given back."""
+    key = make, *((x.data_ptr(), x.shape, x.dtype) for x in tensors)
+    if key not in _made:
+        forget()
+        _made[key] = tuple(make(x.movedim(2, 0)).movedim(0, 2) for x in tensors)
+    return _made[key]
+
+
+forget = _made.clear
 
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:

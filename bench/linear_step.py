@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import FORGET_BIAS, draw_steps
+from .inputs import FORGET_BIAS, draw_steps, made_once
 from .operators import Operator
 from .results import STEP_OF, V_FIRST
 from .shapes import Shape
@@ -69,11 +68,8 @@ class LinearStep(Operator):
         backend, v_first, _ = backend.partition(V_FIRST)
         options: dict[str, Any] = dict(self.options)
         if v_first:
-            state, options["state_v_first"] = _transposed(state), True
-        if backend == fla.VARIANT:
-            function: Any = partial(fla.call, self.function)
-        else:
-            function = partial(getattr(tfla_tk, self.function), backend=backend)
+            (state,), options["state_v_first"] = made_once(_transposed, state), True
+        function = self.function_of(backend)
         outputs, states = [], []
         for *of_token, before in zip(*(x.unbind(2) for x in (*tokens, state)), strict=True):
             q, k, v, *rest = (x[:, None] for x in of_token)
@@ -84,21 +80,8 @@ class LinearStep(Operator):
         return torch.stack(outputs, dim=2)
 
 
-_transposes: dict[tuple[Any, ...], Tensor] = {}
-
-
-def _transposed(state: Tensor) -> Tensor:
-    """The states [.., V, K], each contiguous, made on the first call with them."""
-    key = state.data_ptr(), state.shape, state.dtype
-    if key not in _transposes:
-        _transposes.clear()
-        _transposes[key] = state.movedim(2, 0).mT.contiguous().movedim(0, 2)
-    return _transposes[key]
-
-
-def forget() -> None:
-    """Give the memory of the transposed states back."""
-    _transposes.clear()
+def _transposed(states: Tensor) -> Tensor:
+    return states.mT.contiguous()
 
 
 def truth(*, op: str, chunk_size: int, use_qk_l2norm_in_kernel: bool = False, **tensors: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Operator:
 
     def function_of(self, backend: str) -> Callable[..., Any]:
         """What computes the operator on a backend: the public function, or FLA's own for "triton:fla"."""
-        if backend == fla.VARIANT and self.layout == "bshd":
+        if backend == fla.VARIANT:
             return partial(fla.call, self.function)
         return partial(getattr(tfla_tk, self.function), backend=backend)
 

@@ -21,7 +21,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import linear_step
 from .compare import Contest, add_run_arguments, carry_out
-from .inputs import FORGET_BIAS, draw_steps
+from .inputs import FORGET_BIAS, draw_steps, forget, made_once
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .shapes import Shape, parse_shapes
@@ -56,7 +56,7 @@ class StepOperator(Operator):
 
     def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
         """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
-        state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
+        state = made_once(Tensor.clone, *tensors[5:]) if backend == IN_PLACE else tensors[5:]
         outputs = []
         for q, k, v, i, f, c, n, m in zip(*(t.unbind(2) for t in (*tensors[:5], *state)), strict=True):
             if backend == "triton":
@@ -67,18 +67,6 @@ class StepOperator(Operator):
                 h, _ = mlstm_step(q, k, v, i, f, c, n, m, dtype_state=c.dtype, backend=backend)
             outputs.append(h)
         return outputs[0].unsqueeze(2) if len(outputs) == 1 else torch.stack(outputs, dim=2)
-
-
-_copies: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
-
-
-def _own_copy(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A copy of the given state, made on the first call with it, for steps in place."""
-    key = tuple((x.data_ptr(), x.shape, x.dtype) for x in state)
-    if key not in _copies:
-        _copies.clear()
-        _copies[key] = tuple(x.movedim(2, 0).clone().movedim(0, 2) for x in state)
-    return _copies[key]
 
 
 def _triton_step(*tensors: Tensor) -> Tensor:
@@ -148,5 +136,4 @@ def run(args: argparse.Namespace) -> int:
     try:
         return carry_out(args, contests)
     finally:
-        _copies.clear()
-        linear_step.forget()
+        forget()
