@@ -10,8 +10,6 @@ A pair is a batch entry and a head of q and k, with all heads of v that share it
 sample is compared with the truth, as a batch that is padded to the longest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ class Picks:
     all_pairs: bool
     all_sequences: bool
 
-    def split(self, size: int) -> list[Picks]:
+    def split(self, size: int) -> "list[Picks]":
         """The same in parts of so many pairs."""
         parts = zip(self.batch.split(size), self.head.split(size), strict=True)
         return [replace(self, batch=batch, head=head) for batch, head in parts]

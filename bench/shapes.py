@@ -1,7 +1,5 @@
 """Benchmark shapes, and the least work and traffic of each operator on them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -173,7 +171,7 @@ class Cost:
     flops: float
     bytes: float
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 

@@ -1,7 +1,5 @@
 """Timing: variants interleaved round-robin, the L2 cache flushed, medians and percentiles of single runs."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import statistics
@@ -106,7 +104,7 @@ class Timing:
     repeats: int
 
     @classmethod
-    def of(cls, times: list[float]) -> Timing:
+    def of(cls, times: list[float]) -> "Timing":
         """The statistics of at least one time."""
         if len(times) == 1:
             return cls(times[0], times[0], times[0], 1)

@@ -1,7 +1,5 @@
 """What a call that has to compile for more than a moment tells on stderr."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -22,7 +20,7 @@ class Progress:
         self._timer = threading.Timer(_SILENT_S, self._announce)
         self._timer.daemon = True
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._timer.start()
         return self
 

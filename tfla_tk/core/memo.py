@@ -4,8 +4,6 @@ Validation and the choice of a backend read metadata alone, so plain eager calls
 equal. Neither keys nor results hold a tensor.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -85,7 +83,7 @@ class Memo(Generic[Result]):
         return found
 
 
-_calls: weakref.WeakSet[CallMemo[Any]] = weakref.WeakSet()
+_calls: "weakref.WeakSet[CallMemo[Any]]" = weakref.WeakSet()
 
 
 def forget_calls() -> None:

@@ -20,8 +20,6 @@ this package's checks: fla says what is wrong with them, or takes them. On a CPU
 run, the reference serves every call. Importing this module does not import fla.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -83,7 +81,7 @@ _log = logging.getLogger("tfla_tk")
 _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
-_last: Path | None = None
+_last: "Path | None" = None
 _counts: Counter[tuple[str, str]] = Counter()
 # the names of the functions that are these kernels now, what is in the place of each of fla's functions by
 # that one, and the classes that are registered with fla; a reload of this module keeps them

@@ -14,8 +14,6 @@ returned has that size, with nothing in it, and the backward of the kernels, who
 makes the forward again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 class KeepingOps:
     """These ops of a family. fwd, bwd: the ops."""
 
-    def __init__(self, ops: LinearOps) -> None:
+    def __init__(self, ops: "LinearOps") -> None:
         self._ops = ops
         self._inputs = len(ops.family.inputs)
         self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd

@@ -3,8 +3,6 @@
 A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/prepared_launches.h).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -170,19 +168,19 @@ class Result(NamedTuple):
     written: Tensor
 
     @staticmethod
-    def like(x: Tensor, device: str | None = None) -> Result:
+    def like(x: Tensor, device: str | None = None) -> "Result":
         """Uninitialised, like x [B, T, H, D] in memory order."""
         return Result.of(torch.empty_like(x, device=device))
 
     @staticmethod
-    def of(result: Tensor) -> Result:
+    def of(result: Tensor) -> "Result":
         """With itself, or a dense tensor, to be written."""
         if descriptor_strides(result.shape, result.stride()) is None:
             return Result(result, result.new_empty(result.shape))
         return Result(result, result)
 
     @staticmethod
-    def of_state(result: Tensor) -> Result:
+    def of_state(result: Tensor) -> "Result":
         """With itself where it is contiguous, or a contiguous tensor, to be written."""
         return Result(result, result if result.is_contiguous() else result.new_empty(result.shape))
 

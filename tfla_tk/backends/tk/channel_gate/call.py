@@ -5,8 +5,6 @@ One allocation has, in fp32, the states at the borders [slots, heads, K, V], the
 by which they are carried from border to border. Slots are the segments less the sequences (segments.cuh).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -49,7 +47,7 @@ class Shape(NamedTuple):
     batch_invariant: bool
 
     @staticmethod
-    def of(core: GLACore) -> Shape:
+    def of(core: GLACore) -> "Shape":
         """Of a call."""
         sizes = Sizes.of(core)
         cut = segments.find(

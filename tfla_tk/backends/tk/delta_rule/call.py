@@ -1,7 +1,5 @@
 """A call of the delta rule as its kernels take it: sizes, readable tensors, prepared addresses."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -142,7 +140,7 @@ class Shape(Sizes):
         return self.batch, self.seq, self.heads // self.group * self.parts, self.dim_k
 
     @property
-    def of_parts(self) -> Shape:
+    def of_parts(self) -> "Shape":
         """As the launch that adds them up takes it."""
         return self._replace(heads=self.partial[2], group=self.parts)
 
@@ -289,7 +287,7 @@ class Left(NamedTuple):
     states: int = 0
 
     @staticmethod
-    def of(shape: Shape, scratch: Scratch) -> Left:
+    def of(shape: Shape, scratch: Scratch) -> "Left":
         """Takes the places."""
         return Left(
             scratch.take(shape.kept_matrices * shape.matrix_bytes),

@@ -7,8 +7,6 @@ between the two there are the raw inputs alone, which autograd has anyway. Kept,
 take 4 K bytes per token and head for as long; the peak of the backward itself is the same.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +39,7 @@ class Wanted(NamedTuple):
     decay: bool
 
     @staticmethod
-    def of(core: DeltaRuleCore) -> Wanted:
+    def of(core: DeltaRuleCore) -> "Wanted":
         """By the flags."""
         return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
 

@@ -1,7 +1,5 @@
 """A call of KDA as its kernels take it: sizes, readable tensors, prepared addresses."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -60,7 +58,7 @@ class Left(NamedTuple):
     states: int
 
     @staticmethod
-    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> Left:
+    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> "Left":
         """Takes the places; kernel: what launches the kernels. keep: for a backward."""
         of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
         tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))

@@ -20,8 +20,6 @@ walks. A kernel for the segments and a small kernel that carries states make the
 begins a segment, or, for dq, the forward has left it. The one walk needs the gradients of states alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -77,7 +75,7 @@ class Tensors(NamedTuple):
     dc_last: MaybeTensor
     dn_last: MaybeTensor
 
-    def readable(self) -> Tensors:
+    def readable(self) -> "Tensors":
         """As they lie where the kernels can take them so, else copies."""
         operands = {name: as_operand(getattr(self, name)) for name in ("q", "k", "v", "h", "dh")}
         names = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")

@@ -4,8 +4,6 @@ then its launches.
 Most calls of a process are like an earlier one but for the addresses: a `Forward` is what they share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,7 +42,7 @@ class Tensors(NamedTuple):
     m_initial: MaybeTensor
     cu_seqlens: MaybeTensor
 
-    def readable(self) -> Tensors:
+    def readable(self) -> "Tensors":
         """As they lie where the kernels can take them so, else copies."""
         q, k, v, i, f, c, n, m, cu_seqlens = self
         operands = as_operand(q), as_operand(k), as_operand(v)
