@@ -3,8 +3,6 @@
 What two functions of a module say of an argument in the same words is printed once.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
@@ -61,13 +59,8 @@ def _names(module: ModuleType) -> list[str]:
 
 
 def once(name: str, entry: str, told: dict[str, str]) -> str:
-    """An entry whose items refer to the entry before that has the same item.
-
-    Args:
-        name: of the entry.
-        entry: its Markdown.
-        told: the items so far, with the names of their entries; the new ones are added.
-    """
+    """An entry whose items refer to the entry before that has the same item. name: of the entry. entry:
+    its Markdown. told: the items so far, with the names of their entries; the new ones are added."""
     blocks = entry.split("\n\n")
     for place, block in enumerate(blocks):
         if not block.startswith("- `"):

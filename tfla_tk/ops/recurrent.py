@@ -6,8 +6,6 @@ tfla_tk::recurrent_ writes o and, over the state it read, the one after the last
     indices the states lie in a pool [slots, ..], see `Slots`; where there is none, o is 0.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -42,13 +40,9 @@ _INPUTS = len(RecurrentCore._fields) - 1  # of the op in place, before o: all bu
 
 
 def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
-    """o and the state after the last token, None unless it is wanted.
-
-    Args:
-        kernel: "simple_gla", "gla", "delta_rule" or "kda".
-        tensors: those of its calls; the last one is state_indices.
-        direct: call the kernels, not the op: for plain eager calls.
-    """
+    """o and the state after the last token, None unless it is wanted. kernel: "simple_gla", "gla",
+    "delta_rule" or "kda". tensors: those of its calls; the last one is state_indices. direct: call the
+    kernels, not the op."""
     core, state_indices = _core(kernel, call, tensors), tensors[-1]
     if call.state_in_place is not None:
         o = torch.empty_like(core.v, memory_format=torch.contiguous_format)
