@@ -5,8 +5,6 @@ tables of docs/results.md, `api` docs/api.md; `ablation` times mLSTM's forward w
 token, `model` whole xLSTMs and `generate` models that generate.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence
@@ -65,7 +63,7 @@ def _readme(arguments: argparse.Namespace) -> int:
     rows = _existing(arguments.results)
     for path in arguments.files:
         print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
-        if readme.has_summary(path) and (chosen := readme.headline(rows)):
+        if readme.SUMMARY_BEGIN in path.read_text("utf-8") and (chosen := readme.headline(rows)):
             plots.write_speed_ups(path.parent / readme.FIGURE, chosen)
     return 0
 

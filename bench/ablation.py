@@ -4,8 +4,6 @@ Beside the kernel that ships, "overlapped", there is one that waits for every GE
 launched directly, without the public function, and checked and timed as the backends of `compare` are.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -39,14 +37,7 @@ class Ablated(Operator):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Both kernels of every mLSTM, at each of the main shapes, with the options of compare.add_run_arguments.
-
-    Returns:
-        the exit status.
-
-    Raises:
-        ValueError: no GPU, or options that do not go together.
-    """
+    """Both kernels of every mLSTM, at each of the main shapes; returns the exit status."""
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
     variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in SCHEDULES]

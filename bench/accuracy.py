@@ -10,8 +10,6 @@ A pair is a batch entry and a head of q and k, with all heads of v that share it
 sample is compared with the truth, as a batch that is padded to the longest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,13 +44,8 @@ def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.devic
 
 
 def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps.
-
-    The forward keeps the inputs, h in pieces and as a whole, and one chunk's states; autograd all chunks'.
-
-    Args:
-        padded: sequences of a pair, and the length that they are padded to.
-    """
+    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps: in the
+    forward the inputs, h twice and one chunk's states, by autograd all chunks'. padded: as `Picks.padded`."""
     count, length = padded
     per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
     if which == "fwdbwd":
@@ -90,7 +83,7 @@ class Picks:
     all_pairs: bool
     all_sequences: bool
 
-    def split(self, size: int) -> list[Picks]:
+    def split(self, size: int) -> "list[Picks]":
         """The same in parts of so many pairs."""
         parts = zip(self.batch.split(size), self.head.split(size), strict=True)
         return [replace(self, batch=batch, head=head) for batch, head in parts]
@@ -107,12 +100,9 @@ class Picks:
         return f"error on a part of the {' and of the '.join(parts)}" if parts else ""
 
     def take(self, operator: Operator, name: str, tensor: Tensor) -> Tensor:
-        """The picked part of an argument, of a result, or of the gradient "d<name>" of one.
-
-        Returns:
-            of a tensor of all tokens [n, heads, L, ...] in the operator's layout; of a state
-            [n, heads, ...]; of a parameter the numbers of the heads, once for each batch entry.
-        """
+        """The picked part of an argument, of a result, or of the gradient "d<name>" of one: tokens [n,
+        heads, L, ...] in the operator's layout, a state [n, heads, ...], of a parameter the numbers of the
+        heads for each batch entry."""
         if operator.is_parameter(name):
             return tensor.view(self.heads, -1)[self.head].flatten()
         if operator.is_state(name) and self.sequences is not None:
@@ -204,9 +194,7 @@ class Truth:
 
     def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
-
-        A parameter's gradient is left out where not everything was picked.
-        """
+        A parameter's gradient is left out where not everything was picked."""
         values = self.values[kind]
         return {
             name: self._error(name, values[name], tensor) for name, tensor in found.items() if name in values

@@ -1,6 +1,7 @@
-"""docs/api.md: every public name with its arguments and its docstring, as Markdown."""
+"""docs/api.md: every public name with its arguments and its docstring, as Markdown.
 
-from __future__ import annotations
+What two functions of a module say of an argument in the same words is printed once.
+"""
 
 import importlib
 import inspect
@@ -17,10 +18,11 @@ from tfla_tk import integrations
 WIDTH = 100
 _SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Warns|Yields):$")
 _ITEM = re.compile(r"^([\w.*, ]+): ")
+_ELSEWHERE = re.compile(r"as in `(\w+)`\.")
 _INTRODUCTION = """# API
 
 Written by `make api` from the docstrings: change these. Of the [reference](#tfla_tkreference) the first
-sentence stands here, `help` shows the rest. Which arguments the kernels serve:
+sentence stands here; `help` shows arguments and the rest. Which arguments the kernels serve:
 [README.md](../README.md#what-is-supported)."""
 
 
@@ -30,9 +32,10 @@ def page() -> str:
     for module in modules():
         parts += [f"## {module.__name__}", markdown(_doc(module))]
         if module.__name__.endswith(".reference"):
-            parts.append("\n".join(_line(name, getattr(module, name)) for name in module.__all__))
+            parts.append("\n".join(_lines(module)))
         else:
-            parts += [_entry(name, getattr(module, name)) for name in module.__all__]
+            told: dict[str, str] = {}
+            parts += [once(name, _entry(name, getattr(module, name)), told) for name in _names(module)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,6 +45,39 @@ def modules() -> list[ModuleType]:
     within = [f"{integrations.__name__}.{name}" for name in names]
     others = ["tfla_tk.serving", *within, "tfla_tk.reference"]
     return [tfla_tk, *map(importlib.import_module, others)]
+
+
+def _names(module: ModuleType) -> list[str]:
+    """The public names in the order in which the module's docstring has them, and then all others."""
+    text = _doc(module)
+
+    def place(name: str) -> int:
+        found = re.search(rf"\b{re.escape(name)}\b", text)
+        return found.start() if found else len(text)
+
+    return sorted(module.__all__, key=place)
+
+
+def once(name: str, entry: str, told: dict[str, str]) -> str:
+    """An entry whose items refer to the entry before that has the same item. name: of the entry. entry:
+    its Markdown. told: the items so far, with the names of their entries; the new ones are added."""
+    blocks = entry.split("\n\n")
+    for place, block in enumerate(blocks):
+        if not block.startswith("- `"):
+            continue
+        items: list[str] = []
+        elsewhere: dict[str, list[str]] = {}
+        for item in block.splitlines():
+            what, _, words = item.removeprefix("- ").partition(": ")
+            reference = _ELSEWHERE.fullmatch(words)
+            source = reference[1] if reference else told.setdefault(item, name)
+            if source == name:
+                items.append(item)
+            else:
+                elsewhere.setdefault(source, []).append(what.strip("`"))
+        items += [f"- `{', '.join(names)}`: as in `{source}`." for source, names in elsewhere.items()]
+        blocks[place] = "\n".join(items)
+    return "\n\n".join(blocks)
 
 
 def markdown(docstring: str) -> str:
@@ -87,18 +123,22 @@ def _entry(name: str, value: Any) -> str:
     return f"### `{name}`\n\n```text\n{_call(name, value)}\n```\n\n{markdown(_doc(value))}"
 
 
-def _line(name: str, value: Any) -> str:
-    first, _, _ = f"{_inline(_doc(value).splitlines())} ".partition(". ")
-    return f"- `{_call(name, value, WIDTH * 100)}`: {first}."
+def _lines(module: ModuleType) -> Iterator[str]:
+    """The first sentence of every docstring, with the names that have it."""
+    names: dict[str, list[str]] = {}
+    for name in module.__all__:
+        first, _, _ = f"{_inline(_doc(getattr(module, name)).splitlines())} ".partition(". ")
+        names.setdefault(first, []).append(f"`{name}`")
+    return (f"- {', '.join(of)}: {first}." for first, of in names.items())
 
 
-def _call(name: str, value: Any, width: int = WIDTH) -> str:
+def _call(name: str, value: Any) -> str:
     """The arguments with their defaults."""
     signature = inspect.signature(value)
     plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     text = f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
     return textwrap.fill(
-        text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
 
 

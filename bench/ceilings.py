@@ -1,7 +1,5 @@
 """The two ceilings of a GPU, measured: copy rate and matrix-product rate."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Callable
@@ -18,12 +16,8 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates that nothing on this GPU exceeds.
-
-    Attributes:
-        copy: bytes read plus bytes written per second by a large device-to-device copy.
-        gemm: floating-point operations per second of an 8192^3 bf16 matrix product.
-    """
+    """Rates that nothing on this GPU exceeds. copy: bytes read plus bytes written per second by a large
+    device-to-device copy. gemm: floating-point operations per second of an 8192^3 bf16 matrix product."""
 
     copy: float
     gemm: float
@@ -38,10 +32,8 @@ class Ceilings:
 
 @functools.lru_cache(maxsize=8)
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both rates on a CUDA device; once per process and device.
-
-    The operands are random: a product of zeros runs faster than one of real data.
-    """
+    """Measure both rates on a CUDA device; once per process and device. The operands are random: a product
+    of zeros runs faster than one of real data."""
     return Ceilings(copy=_copy_rate(device), gemm=_gemm_rate(device))
 
 

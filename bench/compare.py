@@ -9,8 +9,6 @@ serves no call at all; 2 for wrong options, before anything runs. A baseline tha
 timed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,17 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_problem_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    shapes: str,
-    families: Sequence[str] = FAMILIES,
+    parser: argparse.ArgumentParser, *, shapes: str, families: Sequence[str] = FAMILIES
 ) -> None:
-    """The options that say what is computed and by which backends.
-
-    Args:
-        shapes: the default ones, in words.
-        families: what --backends names.
-    """
+    """What is computed and by which backends. shapes: the default ones, in words. families: what
+    --backends names."""
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
     add(
@@ -125,11 +116,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison that the options describe; returns the exit status.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
+    """Run the comparison that the options describe; returns the exit status."""
     on_gpu = torch.cuda.is_available()
     check_named([OPERATORS[op] for op in args.op], args.backends, rivals=True)
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
@@ -151,11 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
-    """Those of the shapes that an operator has; what is left out is told.
-
-    Raises:
-        UsageError: it has none of them.
-    """
+    """Those of the shapes that an operator has; what is left out is told."""
     found: list[Shape] = []
     for shape in shapes:
         try:
@@ -170,27 +153,16 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
-    """Run contests, print their tables and keep their rows; returns the exit status.
-
-    A run that is cut off leaves the rows of the contests before.
-
-    Args:
-        args: the options of `add_run_arguments`.
-
-    Raises:
-        UsageError: options that do not go together, or a file that cannot be written.
-    """
+    """Run contests, print their tables and keep their rows, those of a run that is cut off, too; returns
+    the exit status."""
     console = report.make_console()
-    record = record_path(args)
+    record = Record(args)
     if args.plot:
         plots.check_path(args.plot)
-    check_outputs(args)
     environment.fetch_thunderkittens()
     settings = _settings(args)
     _print_head(console, settings)
-    earlier = [] if record is None else results.load(record)
     outcomes: list[Outcome] = []
-    rows: list[results.Row] = []
     with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
         task = bar.add_task("", total=len(contests))
         for operator, which, shape, variants in contests:
@@ -205,17 +177,12 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
             heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
             report.print_table(console, heading, report.contest_table(found))
             report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
-            rows += [outcome.row for outcome in found if outcome.row is not None]
-            if args.json:
-                results.write(args.json, rows)
-            if record is not None:
-                results.write(record, results.merge(earlier, rows))
-    if record is not None:
-        console.print(f"{len(rows)} rows merged into {record.name}")
+            record.add([outcome.row for outcome in found if outcome.row is not None])
+    record.tell(console)
     if args.csv:
-        report.write_csv(args.csv, rows)
-    if args.plot and rows:
-        plots.write_plot(args.plot, rows)
+        report.write_csv(args.csv, record.rows)
+    if args.plot and record.rows:
+        plots.write_plot(args.plot, record.rows)
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
@@ -236,12 +203,31 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def record_path(args: argparse.Namespace) -> Path | None:
-    """Where --update-results writes; refuses figures that are not fit for the record.
+class Record:
+    """Where the rows of a run go, each time some are there: --json, --update-results."""
 
-    Raises:
-        UsageError: no GPU, --quick, or no commit.
-    """
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rows: list[results.Row] = []
+        self._json, self._path = args.json, record_path(args)
+        check_outputs(args)
+        self._earlier = [] if self._path is None else results.load(self._path)
+
+    def add(self, rows: Sequence[results.Row]) -> None:
+        """Keep more rows."""
+        self.rows += rows
+        if self._json:
+            results.write(self._json, self.rows)
+        if self._path is not None:
+            results.write(self._path, results.merge(self._earlier, self.rows))
+
+    def tell(self, console: Console) -> None:
+        """Print what is on record now."""
+        if self._path is not None:
+            console.print(f"{len(self.rows)} rows merged into {self._path.name}")
+
+
+def record_path(args: argparse.Namespace) -> Path | None:
+    """Where --update-results writes; UsageError for figures that are not fit for the record."""
     if not args.update_results:
         return None
     if not torch.cuda.is_available():

@@ -1,7 +1,5 @@
 """Where figures come from: the machine, versions, commit and run id."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import secrets
@@ -35,11 +33,8 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 
 def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """What all rows of one run share: run, gpu, torch, triton, nvcc, commit, date.
-
-    Args:
-        commit: what was measured, where this is no git checkout.
-    """
+    """What all rows of one run share: run, gpu, torch, triton, nvcc, commit (given where this is no git
+    checkout), date."""
     now = datetime.now(timezone.utc)
     return {
         "run": f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
@@ -85,10 +80,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def fetch_thunderkittens() -> None:
-    """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it.
-
-    Where it cannot be had, the tk backend refuses its calls with the reason and the remedy.
-    """
+    """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it. Where
+    it cannot be had, the tk backend refuses its calls with the reason and the remedy."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER:
         with contextlib.suppress(build.BuildError):
             if prebuilt.index() is None:

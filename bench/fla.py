@@ -1,7 +1,5 @@
 """FLA's own functions as the baseline of the operators in [B, T, H, D], called as its users call them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -25,15 +23,8 @@ SWITCHES = ("FLA_FLASH_QLA", "FLA_TILELANG", "FLA_FLASH_KDA")
 
 
 def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
-    """FLA's function; where v has more heads than q and k, on these repeated unless FLA takes them.
-
-    Args:
-        function: one of FLA_OPS.
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. gates: [B, T, HV].
-
-    Raises:
-        UnsupportedError: FLA is not installed, or its kernels cannot run here.
-    """
+    """FLA's function, one of FLA_OPS, of q, k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV]; q and k are
+    repeated where HV > H, unless FLA takes that."""
     if not (q.is_cuda or env.TRITON_INTERPRET.get() == "1"):
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
     run = getattr(_load(FLA_OPS[function]), function)
@@ -44,11 +35,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
 
 
 def _load(module: str) -> Any:
-    """A module of FLA whose functions run kernels of its own.
-
-    Raises:
-        UnsupportedError: it is not installed, or its dispatch is on and offers calls to kernels of others.
-    """
+    """A module of FLA whose functions run kernels of its own."""
     if find_package("fla") is None or find_package("triton") is None:
         raise UnsupportedError(VARIANT, "fla-core is not installed", "pip install 'tfla_tk[baselines]'")
     # read by FLA on import
@@ -80,11 +67,9 @@ def is_guarded(function: str) -> bool:
 
 @contextlib.contextmanager
 def lifted_guard(function: str) -> Iterator[bool]:
-    """FLA's guard off within the block, on again after it; gives whether there was one.
-
-    The guard stands for kernels that some versions of Triton miscompile: what is computed within the block
-    is to be compared with the truth before anything else is done with it.
-    """
+    """FLA's guard off within the block, on again after it; gives whether there was one. The guard stands
+    for kernels that some versions of Triton miscompile: what is computed within the block is to be
+    compared with the truth before anything else is done with it."""
     if not is_guarded(function):
         yield False
         return

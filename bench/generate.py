@@ -7,8 +7,6 @@ FLA's functions cannot run, a toy of the first one runs on the reference.
 Exit status: 0 done; 1 where a model fails, or the kernels have not served every call.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable
@@ -20,11 +18,11 @@ from torch import Tensor, nn
 from tfla_tk.integrations import fla as integration
 
 from . import compare, environment, fla, report, results
-from .results import GENERATED, Row
+from .results import GENERATED
 from .runner import FAILED, release, verdict_on
 from .shapes import ModelShape
 from .timing import HostStopwatch, Timing
-from .usage import add_options, argument, check_outputs, positive
+from .usage import add_options, argument, positive
 
 PROMPT = 16
 PAD, END = 0, 1
@@ -67,8 +65,7 @@ def make_qwen3_next(sizes: Sizes) -> nn.Module:
         mlp_only_layers=list(range(sizes.layers)),
         **TOKENS,
     )
-    model: nn.Module = transformers.Qwen3NextForCausalLM(config)
-    return model
+    return transformers.Qwen3NextForCausalLM(config)
 
 
 def make_gla(sizes: Sizes) -> nn.Module:
@@ -86,9 +83,7 @@ def make_gla(sizes: Sizes) -> nn.Module:
 
 def take_cache(model: nn.Module) -> nn.Module:
     """A model of fla 0.6 for transformers from 5.24 on, whose `generate()` calls the cache `cache`.
-
-    Without this it overlooks the cache, and goes on from the last token alone.
-    """
+    Without this it overlooks the cache, and goes on from the last token alone."""
     forward = model.forward
 
     def with_cache(*args: Any, cache: Any = None, **options: Any) -> Any:
@@ -99,13 +94,8 @@ def take_cache(model: nn.Module) -> nn.Module:
 
 
 MAKE: dict[str, Callable[[Sizes], nn.Module]] = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
-ON_A_GPU = dict(
-    zip(
-        GENERATED,
-        (Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)),
-        strict=True,
-    )
-)
+_ON_A_GPU = Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)
+ON_A_GPU = dict(zip(GENERATED, _ON_A_GPU, strict=True))
 ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
 
 
@@ -120,13 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the models, print their tables and keep the rows; returns the exit status.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
-    record = compare.record_path(args)
-    check_outputs(args)
+    """Run the models, print their tables and keep the rows; returns the exit status."""
+    record = compare.Record(args)
     device = environment.current_device()
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
@@ -135,7 +120,6 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = device.type == "cuda"
     new, repeats = (16, 2) if args.quick else (args.new, args.repeats)
     batches = (1,) if args.quick or not on_gpu else (1, 64)
-    rows: list[Row] = []
     failed: list[str] = []
     for name, sizes in (ON_A_GPU if on_gpu else ON_A_CPU).items():
         try:
@@ -146,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             integration.restore()
             release(device)
-        lines = []
+        lines, rows = [], []
         for (batch, variant), (times, refused) in found.items():
             shape = sizes.shape(batch, new)
             backend = variant if on_gpu else "reference"
@@ -157,39 +141,20 @@ def run(args: argparse.Namespace) -> int:
             if best is not None:
                 cells["speed-up"] = f"{best[0].ms / times.ms:.2f}x"
             lines.append((backend, cells))
-            rows.append(
-                results.new_row(
-                    name,
-                    shape,
-                    "decode",
-                    backend,
-                    "bf16" if on_gpu else "fp32",
-                    times,
-                    rel_err={},
-                    peak_mem_mb=None,
-                    note=f"generate() with prompts of {PROMPT} tokens, without CUDA graphs",
-                    **provenance,
-                )
-            )
+            note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
+            more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **provenance}
+            dtype = "bf16" if on_gpu else "fp32"
+            rows.append(results.new_row(name, shape, "decode", backend, dtype, times, **more))
         title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], new)}"
         report.print_table(console, title, report.filled_table("variant", lines))
-        if args.json:
-            results.write(args.json, rows)
+        record.add(rows)
     report.print_lines(console, [f"  {line}" for line in failed])
-    if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
-        console.print(f"{len(rows)} rows merged into {record.name}")
+    record.tell(console)
     return 1 if failed else 0
 
 
 def _measure(
-    name: str,
-    sizes: Sizes,
-    device: torch.device,
-    seed: int,
-    batches: tuple[int, ...],
-    new: int,
-    repeats: int,
+    name: str, sizes: Sizes, device: torch.device, seed: int, batches: tuple[int, ...], new: int, repeats: int
 ) -> dict[tuple[int, str], tuple[Timing, list[str]]]:
     """By batch and variant the times of a text, and what of it the kernels have not served."""
     on_gpu = device.type == "cuda"

@@ -11,8 +11,6 @@ wrong options, before anything runs. What the Triton kernels do not compute exac
 is shown and is no failure unless they were named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter
@@ -61,8 +59,7 @@ class Checked(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk gradcheck`."""
     compare.add_problem_arguments(
-        parser,
-        shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one",
+        parser, shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one"
     )
     parser.add_argument(
         "--cases",
@@ -76,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check what the options describe; returns the exit status.
-
-    Raises:
-        UsageError: a backend or a shape that cannot be checked, or a file that cannot be written.
-    """
+    """Check what the options describe; returns the exit status."""
     device = environment.current_device()
     on_gpu = device.type == "cuda"
     check_named([OPERATORS[op] for op in args.op], args.backends)
@@ -137,11 +130,8 @@ def run_case(
     settings: Settings,
     advance: Callable[[str], object] = lambda label: None,
 ) -> list[Checked]:
-    """Check every variant in one case; whatever one raises is its outcome.
-
-    Args:
-        advance: called with a label after each variant.
-    """
+    """Check every variant in one case; whatever one raises is its outcome. advance is called with a label
+    after each."""
     tensors, cotangents = make_case(operator, shape, case, *settings)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, kinds=(AS_GIVEN,), recurrent=True)
     del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks

@@ -1,7 +1,5 @@
 """What `tfla-tk gradcheck` checks: problems, and cases with their inputs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,22 +8,15 @@ import torch
 from torch import Tensor
 
 from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
-from .operators import (
-    OPERATORS,
-    Operator,
-    raw_delta_rule,
-)
+from .operators import OPERATORS, Operator, raw_delta_rule
 from .shapes import Shape
 
 RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 
 
 def _problems(operator: Operator) -> tuple[Operator, ...]:
-    """An operator with the options that are checked.
-
-    mLSTMsig with and without the normaliser; the gated delta rule and KDA with raw inputs, too, and with the
-    log decay made of A_log and dt_bias.
-    """
+    """An operator with the options that are checked: mLSTMsig with and without the normaliser; the gated
+    delta rule and KDA with raw inputs, too, and with the log decay made of A_log and dt_bias."""
     if operator.name in ("gated_delta_rule", "kda"):
         return operator, raw_delta_rule(operator), raw_delta_rule(operator, gate_parameters=True)
     if operator.name == "mlstm_sig":
@@ -62,11 +53,8 @@ DEFAULT_CASES = [
 
 def cases_of(operator: Operator, shape: Shape, chosen: list[str] | None) -> list[Case]:
     """Those of the chosen cases that differ for this operator: without a gate the default pattern alone.
-
-    Args:
-        chosen: None for DEFAULT_CASES, of packed sequences without the gradients of the last states: the
-            truth is computed on sequences that are padded to the longest, whose last states are others.
-    """
+    chosen: None for DEFAULT_CASES, of packed sequences without the gradients of the last states: the truth
+    is computed on sequences that are padded to the longest, whose last states are others."""
     cases = [CASES[name] for name in (DEFAULT_CASES if chosen is None else chosen)]
     if chosen is None and shape.N is not None:
         cases = [case._replace(last=False) for case in cases]
@@ -102,10 +90,7 @@ def make_case(
 
 def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
     """Tokens that forget all or nothing, write all or nothing or are skipped, and a stabiliser that leaps.
-
-    Where there is a normaliser q, k and n are positive: it has no floor here, and near q.n = 0 every kernel
-    would lose digits.
-    """
+    With a normaliser q, k and n are positive: near q.n = 0 every kernel would lose digits."""
     gates = {name: operator.head_first(tensors[name]) for name in operator.gates}
     if "beta" in gates:
         gates["beta"][..., ::5] = 0

@@ -1,10 +1,9 @@
 """Random inputs of the comparison: the same values for every backend, whatever the memory layout."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,9 +76,6 @@ def linear_inputs(
     Returns:
         q, k [B, T, H, K], v [B, T, HV, V], g, beta, A_log, dt_bias in the order of the functions' arguments,
         and cu_seqlens where sequences are packed.
-
-    Raises:
-        ValueError: another layout.
     """
     if layout != LAYOUTS[0]:
         raise ValueError(f"layout: expected {LAYOUTS[0]}, [B, T, H, D] has no other here; got {layout!r}")
@@ -115,6 +111,35 @@ def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, T
         return {}
     ends = torch.tensor([0, *shape.lengths(seed)], dtype=torch.int64).cumsum(0)
     return {OFFSETS: ends.to(device=device, dtype=torch.int32)}
+
+
+def draw_steps(
+    sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shape: Shape, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """N(0, 1) for T steps [B, ..., T, ...], those of a step contiguous, of sizes [heads, ...] and dtypes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        name: torch.randn((shape.T, shape.B, *size), generator=generator, dtype=dtype, device=device).movedim(
+            0, 2
+        )
+        for name, (size, dtype) in sizes.items()
+    }
+
+
+_made: dict[Any, tuple[Tensor, ...]] = {}
+
+
+def made_once(make: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What is made of the states of T steps, dimension 2 of tensors, each contiguous, on the first call with
+    these tensors. The memory of what was made of others is given back."""
+    key = make, *((x.data_ptr(), x.shape, x.dtype) for x in tensors)
+    if key not in _made:
+        forget()
+        _made[key] = tuple(make(x.movedim(2, 0)).movedim(0, 2) for x in tensors)
+    return _made[key]
+
+
+forget = _made.clear
 
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:

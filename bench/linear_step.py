@@ -4,20 +4,18 @@ A call makes T steps, each on an fp32 state of its own, of more than STATE_BYTES
 the L2 cache. The variant "v_first" has its states [V, K], as engines and most of FLA's layers keep them.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import FORGET_BIAS
+from .inputs import FORGET_BIAS, draw_steps, made_once
 from .operators import Operator
 from .results import STEP_OF, V_FIRST
 from .shapes import Shape
@@ -26,12 +24,7 @@ from .variants import Variant
 STATE_BYTES = 2e8
 BATCHES = 1, 8, 64, 256
 # of the public functions, in the order of the inputs
-GATES = {
-    "gated_delta_rule": ("g", "beta"),
-    "gla": ("gk",),
-    "simple_gla": ("g",),
-    "delta_rule": ("beta",),
-}
+GATES = {"gated_delta_rule": ("g", "beta"), "gla": ("gk",), "simple_gla": ("g",), "delta_rule": ("beta",)}
 # heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models
 MODELS = {
     "gated_delta_rule": ((16, 128, 128, 32), (30, 96, 192, 30)),
@@ -53,23 +46,16 @@ def inputs(
     gates: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
-
-    Args:
-        layout, forget_bias: have no meaning here.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    values = shape.value_heads
-    sizes: dict[str, tuple[int, ...]]
+    layout and forget_bias mean nothing."""
+    values, wide = shape.value_heads, torch.promote_types(dtype, torch.float32)
     sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
-    sizes |= {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
-    sizes["state"] = values, shape.K, shape.V
-    found = {}
-    for name, size in sizes.items():
-        kind = dtype if name in ("q", "k", "v") else torch.promote_types(dtype, torch.float32)
-        drawn = torch.randn((shape.T, shape.B, *size), generator=generator, dtype=kind, device=device)
-        if name in gates:
-            drawn = torch.sigmoid(drawn) if name == "beta" else torch.nn.functional.logsigmoid(drawn + 2)
-        found[name] = drawn.movedim(0, 2)
+    gate_sizes = {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
+    of_fp32 = {**gate_sizes, "state": (values, shape.K, shape.V)}
+    of = {name: (size, dtype) for name, size in sizes.items()}
+    found = draw_steps(of | {name: (x, wide) for name, x in of_fp32.items()}, shape, device, seed)
+    for gate in gates:
+        drawn = found[gate]
+        drawn.copy_(torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2))
     return found
 
 
@@ -82,11 +68,8 @@ class LinearStep(Operator):
         backend, v_first, _ = backend.partition(V_FIRST)
         options: dict[str, Any] = dict(self.options)
         if v_first:
-            state, options["state_v_first"] = _transposed(state), True
-        if backend == fla.VARIANT:
-            function: Any = partial(fla.call, self.function)
-        else:
-            function = partial(getattr(tfla_tk, self.function), backend=backend)
+            (state,), options["state_v_first"] = made_once(_transposed, state), True
+        function = self.function_of(backend)
         outputs, states = [], []
         for *of_token, before in zip(*(x.unbind(2) for x in (*tokens, state)), strict=True):
             q, k, v, *rest = (x[:, None] for x in of_token)
@@ -97,21 +80,8 @@ class LinearStep(Operator):
         return torch.stack(outputs, dim=2)
 
 
-_transposes: dict[tuple[Any, ...], Tensor] = {}
-
-
-def _transposed(state: Tensor) -> Tensor:
-    """The states [.., V, K], each contiguous, made on the first call with them."""
-    key = state.data_ptr(), state.shape, state.dtype
-    if key not in _transposes:
-        _transposes.clear()
-        _transposes[key] = state.movedim(2, 0).mT.contiguous().movedim(0, 2)
-    return _transposes[key]
-
-
-def forget() -> None:
-    """Give the memory of the transposed states back."""
-    _transposes.clear()
+def _transposed(states: Tensor) -> Tensor:
+    return states.mT.contiguous()
 
 
 def truth(*, op: str, chunk_size: int, use_qk_l2norm_in_kernel: bool = False, **tensors: Tensor) -> Tensor:

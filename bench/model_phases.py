@@ -4,8 +4,6 @@ The phases run xlstm's xLSTMLarge on several kernels in turn: the same weights a
 each of them has one run.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,13 +119,8 @@ class Figures:
 
 @dataclass
 class Outcome:
-    """What became of a variant in a phase.
-
-    Attributes:
-        figures: by batch.
-        errors: of the agreement, by the phase that they are of.
-        status, reason: why there are none, or no more.
-    """
+    """What became of a variant in a phase. figures: by batch. errors: of the agreement, by the phase that
+    they are of. status, reason: why there are none, or no more."""
 
     variant: str
     figures: dict[int, Figures] = field(default_factory=dict)
@@ -136,10 +129,8 @@ class Outcome:
     reason: str = ""
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """What the work gives; None where it raises, which is the outcome then.
-
-        Errors that are no fault of the variant alone are raised: no memory, or a GPU that has failed.
-        """
+        """What the work gives; None where it raises, which is the outcome then. Errors that are no fault
+        of the variant alone are raised: no memory, or a GPU that has failed."""
         try:
             return work()
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -150,12 +141,8 @@ class Outcome:
 
 
 def perform(task: Task) -> tuple[Task, list[Outcome]]:
-    """Do a task at the largest batch that fits.
-
-    Returns:
-        The task as it was done at last, and the outcomes of its variants; those of the agreement with TRUTH
-        and NOISE.
-    """
+    """Do a task at the largest batch that fits: the task as it was done at last, and the outcomes of its
+    variants."""
     while True:
         try:
             return task, agreement(task) if task.phase == AGREEMENT else measure(task)
@@ -176,11 +163,8 @@ Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
 
 
 def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """An xLSTMLarge with weights from the seed, on the task's device; its gates open and remember.
-
-    Gates start between short and long memory, and from an input bias at which losses of the first steps
-    repeat within rounding.
-    """
+    """An xLSTMLarge with weights from the seed, on the task's device. Its gates start between short and
+    long memory, and from an input bias at which losses of the first steps repeat within rounding."""
     large = importlib.import_module("xlstm.xlstm_large.model")
     kernel, chunk_size, step = NATIVE
     config = large.xLSTMLargeConfig(
@@ -212,11 +196,7 @@ recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def bindings(model: nn.Module, variant: str) -> Bound:
-    """What the model's mLSTM layers call on a variant; `bind` puts it in.
-
-    Raises:
-        ValueError: an unknown variant.
-    """
+    """What the model's mLSTM layers call on a variant; `bind` puts it in."""
     layers = list(modules.backends_of(model).values())
     if variant not in BASELINES:
         xlstm.replace(model, backend=variant)
@@ -251,16 +231,16 @@ def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(task: Task) -> list[Outcome]:
-    """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches, last.
-
-    A variant that raises is out, the others go on.
-    """
+    """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches,
+    last. A variant that raises is out, the others go on."""
     if task.phase == "train":
         model = build(task, "train", torch.float32)
     else:
         model = build(task, "inference", task.kept_dtype).eval()
     make_step = {"train": _training, "prefill": _prefill, "decode": _decode}[task.phase](task, model)
-    stopwatch = _stopwatch(task)
+    # long steps without an untimed run and without a flush of the L2 cache before
+    by_events = task.phase == "decode" and task.on_gpu
+    stopwatch = (CudaStopwatch if by_events else HostStopwatch)(task.device)
     outcomes = [Outcome(variant) for variant in task.variants]
     bound = {each.variant: each.run(partial(bindings, model, each.variant)) for each in outcomes}
 
@@ -289,7 +269,9 @@ def measure(task: Task) -> list[Outcome]:
                 outcome.figures[batch] = Figures(Timing.of(list(times)), peak)
         if task.phase == "decode" and task.on_gpu:
             for outcome in outcomes:
-                graph_ms = run(outcome, partial(_graph_ms, task, step, stopwatch))
+                captured = run(outcome, partial(capture, step, task.device))
+                timed = captured and run(outcome, partial(time_one, captured.replay, task.repeats, stopwatch))
+                graph_ms = timed and timed.ms
                 if not outcome.status:
                     outcome.figures[batch].graph_ms = graph_ms
     for batch in task.batches if task.on_gpu else ():
@@ -315,12 +297,8 @@ def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     for block in model.backbone.blocks:
         block.forward = partial(recomputed, block.forward)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
-
-    def make_step(batch: int) -> Callable[[], object]:
-        tokens = task.random_tokens(batch, task.length + 1)
-        return partial(_training_step, model, optimizer, tokens, autocast=task.on_gpu)
-
-    return make_step
+    step = partial(_training_step, model, optimizer, autocast=task.on_gpu)
+    return lambda batch: partial(step, task.random_tokens(batch, task.length + 1))
 
 
 def _training_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, *, autocast: bool) -> None:
@@ -344,11 +322,7 @@ def _summed_loss(model: Any, x: Tensor, targets: Tensor) -> Tensor:
 
 def _prefill(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
     """Prompts through the model in one pass, with the logits of every token and the state."""
-
-    def make_step(batch: int) -> Callable[[], object]:
-        return torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
-
-    return make_step
+    return lambda batch: torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
 
 
 def _decode(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
@@ -384,10 +358,8 @@ def _kernel_share(step: Callable[[], object], device: torch.device) -> float | N
 
 
 def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
-    """Share of the mLSTM kernels in the time of (name, start, end) triples; None where there is no time.
-
-    A kernel that starts before those before it end waits for them: its time counts from there.
-    """
+    """Share of the mLSTM kernels in the time of (name, start, end) triples; None where there is no time. A
+    kernel that starts before those before it end waits for them: its time counts from there."""
     total = found = 0.0
     free = -math.inf
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1:]):
@@ -399,28 +371,14 @@ def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
     return found / total if total else None
 
 
-def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:
-    """Median over replays of a CUDA graph of the step; None where it cannot be captured."""
-    captured = capture(step, task.device)
-    return None if captured is None else time_one(captured.replay, task.repeats, stopwatch).ms
-
-
-def _stopwatch(task: Task) -> Stopwatch:
-    """Long steps are timed without an untimed run and without a flush of the L2 cache before."""
-    events = task.phase == "decode" and task.on_gpu
-    return CudaStopwatch(task.device) if events else HostStopwatch(task.device)
-
-
 # Agreement
 
 
 def agreement(task: Task) -> list[Outcome]:
-    """Logits and first losses of every variant against mlstm_kernels' fp32 native path, TRUTH.
-
-    Errors of "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
-    difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in the
-    same dtypes: what rounding around the mLSTM comes to.
-    """
+    """Logits and first losses of every variant against mlstm_kernels' fp32 native path, TRUTH. Errors of
+    "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
+    difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in
+    the same dtypes: what rounding around the mLSTM comes to."""
     names = (NOISE, *(name for name in task.variants if name != NOISE))
     outcomes = {name: Outcome(name) for name in (TRUTH, *names)}
     for kinds, results_of, difference in (
@@ -521,14 +479,13 @@ def train(
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
     """Relative Frobenius error; NaN where one is not finite."""
-    return _finite_or_nan((found.double() - truth.double()).norm() / truth.double().norm())
+    return _or_nan((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def largest_difference(found: Tensor, truth: Tensor) -> float:
     """NaN where one is not finite."""
-    return _finite_or_nan((found.double() - truth.double()).abs().max())
+    return _or_nan((found.double() - truth.double()).abs().max())
 
 
-def _finite_or_nan(x: Tensor) -> float:
-    # a table and a results row take either as "no figure"
+def _or_nan(x: Tensor) -> float:
     return x.item() if x.isfinite() else math.nan

@@ -9,8 +9,6 @@ Exit status: 0 done; 1 where a variant of this package fails or is past its limi
 path. A baseline that fails is shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +36,7 @@ from .model_phases import (
 )
 from .results import MODEL, Row, rounded
 from .shapes import PHASES
-from .usage import UsageError, add_options, check_outputs, names
+from .usage import UsageError, add_options, names
 
 ALL_PHASES = (*PHASES, AGREEMENT)
 NOTES = {
@@ -101,17 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the phases, print their tables and keep the rows; returns the exit status.
-
-    A run that is cut off leaves the rows of the phases before.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
+    """Run the phases, print their tables and keep the rows; returns the exit status. A run that is cut off
+    leaves the rows of the phases before."""
     if args.layers is not None and args.layers < 1:
         raise UsageError(f"--layers: expected a positive number, got {args.layers}")
-    record = compare.record_path(args)
-    check_outputs(args)
+    record = compare.Record(args)
     device = environment.current_device()
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
@@ -123,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
         f"xLSTMLarge of width {model.width}, {model.heads} heads, {model.vocabulary:,} tokens; "
         f"speed-up: against the fastest baseline of the phase."
     )
-    rows: list[Row] = []
     failed: list[str] = []
     agreed: Sequence[Outcome] = ()
     for asked in tasks:
@@ -134,12 +125,8 @@ def run(args: argparse.Namespace) -> int:
         failed += failures(task.phase, outcomes)
         if task.phase == AGREEMENT:
             agreed = outcomes
-        rows += make_rows(task, outcomes, agreed, provenance)
-        if args.json:
-            results.write(args.json, rows)
-    if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
-        console.print(f"{len(rows)} rows merged into {record.name}")
+        record.add(make_rows(task, outcomes, agreed, provenance))
+    record.tell(console)
     return 1 if failed else 0
 
 

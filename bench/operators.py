@@ -1,7 +1,5 @@
 """The operators that the comparison knows: how to make inputs, call a backend and compute the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,10 +24,8 @@ MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[
 
 
 class Limits(NamedTuple):
-    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates' gradients.
-
-    The initial states' gradients are sums of products of the operands, as dq, dk and dv are.
-    """
+    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates'
+    gradients. The initial states' gradients are sums of products of the operands, as dq, dk and dv are."""
 
     output: float
     operands: float
@@ -108,18 +104,13 @@ class Operator:
     runs_in_graphs: bool = False
 
     def call(self, backend: str, *tensors: Tensor, **named: Any) -> Any:
-        """What the function of one backend returns.
-
-        Args:
-            backend: as the public function takes it.
-            tensors: the inputs in their order.
-            named: initial states, parameters and cu_seqlens by their names.
-        """
+        """What the function of one backend returns, from the inputs in their order, and initial states,
+        parameters and cu_seqlens by their names."""
         return self.function_of(backend)(*tensors, **named, **self.options, **self.decay_options)
 
     def function_of(self, backend: str) -> Callable[..., Any]:
         """What computes the operator on a backend: the public function, or FLA's own for "triton:fla"."""
-        if backend == fla.VARIANT and self.layout == "bshd":
+        if backend == fla.VARIANT:
             return partial(fla.call, self.function)
         return partial(getattr(tfla_tk, self.function), backend=backend)
 
@@ -128,11 +119,7 @@ class Operator:
         return cost(self.name, shape, which, itemsize)
 
     def check_shape(self, shape: Shape) -> None:
-        """Whether the operator has such calls.
-
-        Raises:
-            UsageError: names the argument of the shape.
-        """
+        """UsageError where the operator has no such calls."""
         if shape.HV is not None and not self.has_value_heads:
             raise UsageError(
                 f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"
@@ -151,11 +138,8 @@ class Operator:
         return tensor if self.layout == "bnsd" else tensor.transpose(1, 2)
 
     def tolerances(self, dtype: str, *, baseline: bool = False) -> dict[str, float]:
-        """What the error of each result may be: of the output, of every input and of the initial states.
-
-        Args:
-            baseline: of the Triton kernels, without what is not checked.
-        """
+        """What the error may be of the output, of every input and of the initial states; of a baseline
+        without what is not checked."""
         limits = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
         output = self.baseline_tolerances.get(dtype, limits.output) if baseline else limits.output
         products = dict.fromkeys(("dq", "dk", "dv", *(f"d{name}" for name in self.states)), limits.operands)
@@ -191,10 +175,6 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
 
 
-def _retention_decay(heads: int, device: torch.device) -> Tensor:
-    return reference.retention_log_decay(heads, torch.float64, device)
-
-
 LIGHTNING_LAYER = {"layer_idx": 4, "num_layers": 32}
 
 
@@ -203,11 +183,7 @@ def _lightning_decay(heads: int, device: torch.device) -> Tensor:
 
 
 def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **fields: Any) -> Operator:
-    """An operator with FLA's signature.
-
-    Args:
-        form: the name of its reference, where it is another.
-    """
+    """An operator with FLA's signature. form: the name of its reference, where it is another."""
     form = form or name
     decay: Any = None
     if "g" in gates:
@@ -255,11 +231,8 @@ def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Operator:
-    """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta).
-
-    Args:
-        gate_parameters: its log decay is made of g by A_log and dt_bias, too.
-    """
+    """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta), and with
+    gate_parameters for a log decay made of g by A_log and dt_bias."""
     assert operator.recurrent is not None
     inputs: Any = operator.inputs
     return replace(
@@ -298,7 +271,11 @@ OPERATORS: dict[str, Operator] = {
             baseline_unchecked=("df",),
         ),
         _linear("simple_gla", ("g",), has_value_heads=True),
-        _linear("retention", form="simple_gla", decay=_retention_decay),
+        _linear(
+            "retention",
+            form="simple_gla",
+            decay=lambda heads, device: reference.retention_log_decay(heads, torch.float64, device),
+        ),
         _linear(
             "lightning",
             form="simple_gla",

@@ -1,7 +1,5 @@
 """Plots: results rows as bars per shape; speed-ups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,7 @@ from .usage import UsageError
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw one panel per operator, pass, dtype and conditions into a file; its suffix picks the format.
-
-    Raises:
-        ValueError: there are no rows, or matplotlib is not installed or cannot write the format.
-    """
+    """Draw one panel per operator, pass, dtype and conditions into a file; its suffix picks the format."""
     if not rows:
         raise ValueError("plot: expected at least one row, got none")
     panels: dict[str, list[Row]] = {}
@@ -35,11 +29,7 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
-    """Draw speed-ups as bars from top to bottom, one group per operator and head dims, a colour per pass.
-
-    Raises:
-        ValueError: there are none, or matplotlib is not installed or cannot write the format.
-    """
+    """Draw speed-ups as bars from top to bottom, one group per operator and head dims, a colour per pass."""
     if not found:
         raise ValueError("plot: expected at least one speed-up, got none")
     groups: dict[str, list[Pair]] = {}
@@ -78,12 +68,7 @@ def _told(pair: Pair) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Whether a plot can be written there, to be asked before what is drawn is measured.
-
-    Raises:
-        UsageError: matplotlib cannot write the format.
-        ValueError: matplotlib is not installed.
-    """
+    """Raise where no plot can be written there; to be asked before what is drawn is measured."""
     formats = set(_figure(1).canvas.get_supported_filetypes())
     if path.suffix.removeprefix(".") not in formats:
         raise UsageError(f"--plot: expected a file name with one of {', '.join(sorted(formats))}, got {path}")

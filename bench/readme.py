@@ -1,35 +1,12 @@
 """What README.md and docs/results.md show of the results on record, generated between markers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import results
 from .report import PASS_TITLES, errors_of, milliseconds, problem_title
-from .results import (
-    ABLATED,
-    FP32_NATIVE,
-    GENERATED,
-    IN_PLACE,
-    MODEL,
-    OPS,
-    SCHEDULES,
-    STEP,
-    STEP_OF,
-    TITLES,
-    V_FIRST,
-    Pair,
-    Row,
-    contest_of,
-    in_sweep,
-    is_baseline,
-    is_plain,
-    pairs,
-    problem_of,
-    shape_of,
-    sweep_only,
-)
+from .results import Pair, Row
 from .rivals import RIVALS
 from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
 
@@ -53,50 +30,46 @@ Columns = Sequence[tuple[str, Callable[[Any], str]]]
 
 
 def render(rows: Sequence[Row]) -> str:
-    """All tables as Markdown.
-
-    Per operator and pass the tk row of the shipped kernels against the best baseline of its run, every
-    package beside it where there are several, the same over the lengths of the sweep, the host's time, whole
-    models, then the ablation.
-    """
+    """All tables as Markdown: per operator and pass tk against the best baseline of its run, every package
+    beside it, the same over the length, the host's time; whole models; the ablation."""
     parts: list[str] = []
-    for op in OPS:
+    for op in results.OPS:
         own = [row for row in rows if row["op"] == op]
-        if op in (STEP, *STEP_OF.values()):
+        if op in (results.STEP, *results.STEP_OF.values()):
             parts.append(_steps(op, own))
             continue
         for which in PASSES:
             chosen = [row for row in own if row["pass"] == which]
-            title = f"{TITLES[op]}, {PASS_TITLES[which]}"
-            found = pairs(row for row in chosen if not sweep_only(row))
+            title = f"{results.TITLES[op]}, {PASS_TITLES[which]}"
+            found = results.pairs(row for row in chosen if not results.sweep_only(row))
             parts.append(_section(title, CONTEST, found, _origin(found)))
             if op in PACKAGES:
                 parts.append(_packages(f"{title}, every package", chosen))
-            parts += _sweeps(f"{title}, over the length", [row for row in chosen if in_sweep(row)])
-        parts.append(_hosts(f"{TITLES[op]}, host", own))
-    parts.append(_models([row for row in rows if row["op"] == MODEL]))
-    parts += [_generated(op, [row for row in rows if row["op"] == op]) for op in GENERATED]
-    parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in ABLATED]
+            parts += _sweeps(f"{title}, over the length", [row for row in chosen if results.in_sweep(row)])
+        parts.append(_hosts(f"{results.TITLES[op]}, host", own))
+    parts.append(_models([row for row in rows if row["op"] == results.MODEL]))
+    parts += [_generated(op, [row for row in rows if row["op"] == op]) for op in results.GENERATED]
+    parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in results.ABLATED]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
 def headline(rows: Sequence[Row]) -> list[Pair]:
     """What the README's figure shows: tk in bf16, on the default inputs, against its run's best baseline.
-
-    Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order.
-    """
+    Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["dtype"] == "bf16" and is_plain(row) and _place(row) is not None:
+        if row["dtype"] == "bf16" and results.is_plain(row) and _place(row) is not None:
             groups.setdefault((str(row["gpu"]), str(row["commit"])), []).append(row)
-    found = [[pair for pair in pairs(group) if pair.speed_up is not None] for group in groups.values()]
+    found = [
+        [pair for pair in results.pairs(group) if pair.speed_up is not None] for group in groups.values()
+    ]
     most = max(found, key=lambda chosen: (len(chosen), max(_dates(chosen), default="")), default=[])
     return sorted(most, key=lambda pair: (_place(pair.shown), PASSES.index(pair.shown["pass"])))
 
 
 def _place(row: Row) -> int | None:
     """Where a row stands in HEADLINE."""
-    entry = (row["op"], shape_of(row))
+    entry = (row["op"], results.shape_of(row))
     return HEADLINE.index(entry) if entry in HEADLINE else None
 
 
@@ -117,17 +90,8 @@ def render_summary(rows: Sequence[Row]) -> str:
     return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
-def has_summary(path: Path) -> bool:
-    """Whether a file shows the summary, and so its figure."""
-    return SUMMARY_BEGIN in path.read_text(encoding="utf-8")
-
-
 def update(path: Path, rows: Sequence[Row]) -> bool:
-    """Replace what stands between each pair of markers of a file; returns whether the file changed.
-
-    Raises:
-        ValueError: no marker is there, or one is repeated, without its other one or before it.
-    """
+    """Replace what stands between each pair of markers of a file; returns whether the file changed."""
     text = new = path.read_text(encoding="utf-8")
     regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
     if not any(marker in text for *markers, _ in regions for marker in markers):
@@ -221,19 +185,17 @@ CONTEST: Columns = (
 
 
 def _packages(title: str, rows: Sequence[Row]) -> str:
-    """The times of several packages beside tk, one line per problem of which a run has more than one.
-
-    The variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest.
-    """
+    """The times of several packages beside tk, one line per problem of which a run has more than one. The
+    variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest."""
     by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        if is_baseline(row):
-            by_contest.setdefault(contest_of(row), {})[row["backend"]] = row
+        if results.is_baseline(row):
+            by_contest.setdefault(results.contest_of(row), {})[row["backend"]] = row
 
     def packages(pair: Pair) -> dict[str, Row]:
-        return by_contest.get(contest_of(pair.shown), {})
+        return by_contest.get(results.contest_of(pair.shown), {})
 
-    shown = [pair for pair in pairs(rows) if pair.ours and pair.theirs and len(packages(pair)) > 1]
+    shown = [pair for pair in results.pairs(rows) if pair.ours and pair.theirs and len(packages(pair)) > 1]
     columns = [*PROBLEM, TIMES[0]]
     for name in sorted({name for pair in shown for name in packages(pair)}):
 
@@ -254,8 +216,8 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
     latest: dict[tuple[object, ...], Row] = {}
     for row in rows:
         named = row["backend"] == "tk" and row["schedule"] != "sequential"
-        key = (problem_of(row), row["backend"])
-        wanted = "launch_us" in row and "host_us" in row and (named or is_baseline(row))
+        key = (results.problem_of(row), row["backend"])
+        wanted = "launch_us" in row and "host_us" in row and (named or results.is_baseline(row))
         if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
             latest[key] = row
     columns: Columns = (
@@ -275,9 +237,11 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
 
 def _steps(op: str, rows: Sequence[Row]) -> str:
     """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
-    found = pairs(rows)
-    header, other = ("in place ms", IN_PLACE) if op == STEP else ("V-first ms", f"tk{V_FIRST}")
-    others = {contest_of(row): row for row in rows if row["backend"] == other}
+    found = results.pairs(rows)
+    header, other = (
+        ("in place ms", results.IN_PLACE) if op == results.STEP else ("V-first ms", f"tk{results.V_FIRST}")
+    )
+    others = {results.contest_of(row): row for row in rows if row["backend"] == other}
 
     def of_copy_rate(row: Row) -> str:
         graph = row.get("graph_ms")
@@ -286,7 +250,7 @@ def _steps(op: str, rows: Sequence[Row]) -> str:
     columns: Columns = (
         *PROBLEM,
         ("tk ms", _ours(_graph_ms)),
-        (header, lambda pair: _graph_ms(others.get(contest_of(pair.shown), {}))),
+        (header, lambda pair: _graph_ms(others.get(results.contest_of(pair.shown), {}))),
         ("Triton ms", _theirs(_graph_ms)),
         ("speed-up", lambda pair: _speed_up(_through_graphs(pair) or Pair(pair.shown, None, None))),
         ("of the copy rate", _ours(of_copy_rate)),
@@ -295,7 +259,7 @@ def _steps(op: str, rows: Sequence[Row]) -> str:
         ("error", _ours(_error)),
     )
     caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
-    return _section(TITLES[op], columns, found, f"{caption}; {_origin(found)}")
+    return _section(results.TITLES[op], columns, found, f"{caption}; {_origin(found)}")
 
 
 def _through_graphs(pair: Pair) -> Pair | None:
@@ -309,11 +273,11 @@ def _through_graphs(pair: Pair) -> Pair | None:
 def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
     """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
     parts = []
-    for dtype in sorted({row["dtype"] for row in rows if sweep_only(row)}):
-        found = pairs(row for row in rows if row["dtype"] == dtype)
+    for dtype in sorted({row["dtype"] for row in rows if results.sweep_only(row)}):
+        found = results.pairs(row for row in rows if row["dtype"] == dtype)
         found.sort(key=lambda pair: pair.shown["shape"]["T"])
         if found:
-            shape = shape_of(found[0].shown)
+            shape = results.shape_of(found[0].shown)
             what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {dtype}"
             caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
             columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
@@ -337,22 +301,22 @@ def _tokens_per_s(row: Row) -> str:
 def _generated(op: str, rows: Sequence[Row]) -> str:
     """Models that generate, one line per shape; empty where no row is of tk or FLA."""
     columns: Columns = (
-        ("Model", lambda pair: str(shape_of(pair.shown))),
+        ("Model", lambda pair: str(results.shape_of(pair.shown))),
         ("tokens/s, tk", _ours(_tokens_per_s)),
         ("tokens/s, FLA", _theirs(_tokens_per_s)),
         ("speed-up", _speed_up),
     )
-    found = pairs(rows)
-    return _section(TITLES[op], columns, found, f"Plain calls of generate(); {_origin(found)}")
+    found = results.pairs(rows)
+    return _section(results.TITLES[op], columns, found, f"Plain calls of generate(); {_origin(found)}")
 
 
 def _models(rows: Sequence[Row]) -> str:
-    """Whole models, one line per phase and shape; empty where no row is of tk or Triton.
-
-    Decoding is shown through CUDA graphs where both were captured.
-    """
+    """Whole models, one line per phase and shape; empty where no row is of tk or Triton. Decoding is shown
+    through CUDA graphs where both were captured."""
     found = []
-    for pair in (pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)):
+    for pair in (
+        pair for phase in PHASES for pair in results.pairs(row for row in rows if row["pass"] == phase)
+    ):
         through_graphs = _through_graphs(pair)
         if through_graphs:
             pair = through_graphs._replace(shown=pair.shown | {"graphs": True})
@@ -362,7 +326,7 @@ def _models(rows: Sequence[Row]) -> str:
         return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * ("graphs" in pair.shown)
 
     def error(row: Row) -> str:
-        return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
+        return f"{row['rel_err'][results.FP32_NATIVE]:.1e}" if results.FP32_NATIVE in row["rel_err"] else "-"
 
     figures: dict[str, Cell] = {
         "tokens/s": _tokens_per_s,
@@ -372,7 +336,7 @@ def _models(rows: Sequence[Row]) -> str:
     }
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("Phase", phase),
-        ("Model", lambda pair: str(shape_of(pair.shown))),
+        ("Model", lambda pair: str(results.shape_of(pair.shown))),
         ("tk ms", _ours(_ms)),
         ("Triton ms", _theirs(_ms)),
         ("Triton", _theirs(_variant)),
@@ -385,7 +349,7 @@ def _models(rows: Sequence[Row]) -> str:
         "mlstm_kernels' fp32 native path, of logits relative Frobenius, of training the largest difference "
         "of the first losses in nats"
     )
-    return _section(TITLES[MODEL], columns, found, f"{caption}; {_origin(found)}")
+    return _section(results.TITLES[results.MODEL], columns, found, f"{caption}; {_origin(found)}")
 
 
 def _ablation(op: str, rows: Sequence[Row]) -> str:
@@ -393,12 +357,12 @@ def _ablation(op: str, rows: Sequence[Row]) -> str:
     contests: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["schedule"]:
-            contests.setdefault(contest_of(row), {})[row["schedule"]] = row
-    both = [found for found in contests.values() if len(found) == len(SCHEDULES)]
-    latest = list({problem_of(found["sequential"]): found for found in both}.values())
+            contests.setdefault(results.contest_of(row), {})[row["schedule"]] = row
+    both = [found for found in contests.values() if len(found) == len(results.SCHEDULES)]
+    latest = list({results.problem_of(found["sequential"]): found for found in both}.values())
     columns: Columns = (
         ("Shape", lambda found: problem_title(found["sequential"])),
-        *((f"{name} ms", lambda found, name=name: _ms(found[name])) for name in SCHEDULES),
+        *((f"{name} ms", lambda found, name=name: _ms(found[name])) for name in results.SCHEDULES),
     )
     origin = _origin([found["sequential"] for found in latest])
-    return _section(f"{TITLES[op]}, forward without and with overlap", columns, latest, origin)
+    return _section(f"{results.TITLES[op]}, forward without and with overlap", columns, latest, origin)

@@ -1,7 +1,5 @@
 """What a person reads: console, tables, the table of one contest, and rows as CSV."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .results import (
-    DEFAULTS,
-    OPTIONAL,
-    OUTPUTS,
-    REQUIRED,
-    Row,
-    baselines,
-    conditions_of,
-    contest_of,
-    shape_of,
-)
+from . import results
+from .results import Row
 from .runner import OK, Outcome
 
 PIPED_WIDTH = 140
@@ -42,14 +31,16 @@ def name_of(row: Row) -> str:
 
 def conditions_title(layout: str, forget_bias: float) -> str:
     """What differs from the default inputs: "layout bsnd, forget bias 12"; empty where nothing does."""
-    shown = [f"layout {layout}"] * (layout != DEFAULTS["layout"])
-    shown += [f"forget bias {forget_bias:g}"] * (forget_bias != DEFAULTS["forget_bias"])
+    shown = [f"layout {layout}"] * (layout != results.DEFAULTS["layout"])
+    shown += [f"forget bias {forget_bias:g}"] * (forget_bias != results.DEFAULTS["forget_bias"])
     return ", ".join(shown)
 
 
 def problem_title(row: Row) -> str:
     """The shape of a row, and what differs from the default inputs."""
-    return ", ".join(filter(None, (str(shape_of(row)), conditions_title(*conditions_of(row)))))
+    return ", ".join(
+        filter(None, (str(results.shape_of(row)), conditions_title(*results.conditions_of(row))))
+    )
 
 
 def milliseconds(value: float) -> str:
@@ -59,8 +50,8 @@ def milliseconds(value: float) -> str:
 
 def errors_of(errors: dict[str, float]) -> str:
     """The output's error and the worst of the gradients': "h 2.3e-03, df 4.0e-03"."""
-    shown = [f"{name} {errors[name]:.1e}" for name in OUTPUTS if name in errors]
-    grads = {name: error for name, error in errors.items() if name not in OUTPUTS}
+    shown = [f"{name} {errors[name]:.1e}" for name in results.OUTPUTS if name in errors]
+    grads = {name: error for name, error in errors.items() if name not in results.OUTPUTS}
     if grads:
         # NaN first: it compares as neither larger nor smaller
         worst = max(grads, key=lambda name: (grads[name] != grads[name], grads[name]))
@@ -102,10 +93,8 @@ def make_table(*words: str, numbers: Iterable[str]) -> Table:
 
 
 def filled_table(word: str, lines: Sequence[tuple[str, Mapping[str, str]]]) -> Table:
-    """A table of named lines of cells by column, which the longest line has all of.
-
-    Columns that no line fills are left out; a line with fewer cells than the longest is dim.
-    """
+    """A table of named lines of cells by column, which the longest line has all of. Columns that no line
+    fills are left out; a line with fewer cells than the longest is dim."""
     widest = max((cells for _, cells in lines), key=len)
     columns = [column for column in widest if any(cells.get(column) for _, cells in lines)]
     table = make_table(word, numbers=columns)
@@ -117,11 +106,11 @@ def filled_table(word: str, lines: Sequence[tuple[str, Mapping[str, str]]]) -> T
 
 def contest_table(outcomes: Sequence[Outcome]) -> Table:
     """The table of one contest; what was not timed stands there with the reason."""
-    best = baselines(outcome.row for outcome in outcomes if outcome.row is not None)
+    best = results.baselines(outcome.row for outcome in outcomes if outcome.row is not None)
     lines = [
         (outcome.variant.call, {"ms": outcome.status, "error": errors_of(outcome.errors)})
         if outcome.row is None
-        else (name_of(outcome.row), _cells(outcome.row, best.get(contest_of(outcome.row))))
+        else (name_of(outcome.row), _cells(outcome.row, best.get(results.contest_of(outcome.row))))
         for outcome in outcomes
     ]
     return filled_table("backend", lines)
@@ -149,13 +138,11 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column.
-
-    What a row lacks is an empty cell.
-    """
-    plain = [key for key in REQUIRED if key not in ("op", "shape", "rel_err")]
+    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column. What a row
+    lacks is an empty cell."""
+    plain = [key for key in results.REQUIRED if key not in ("op", "shape", "rel_err")]
     errors = dict.fromkeys(f"rel_err_{name}" for row in rows for name in row["rel_err"])
-    header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *OPTIONAL]
+    header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *results.OPTIONAL]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, header, extrasaction="ignore", lineterminator="\n")

@@ -1,7 +1,5 @@
 """Results on record: the row format, its validation, and merging into one file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -102,11 +100,7 @@ def record_path(gpu: str) -> Path:
 
 
 def validate(row: Any) -> None:
-    """Check one row against the format.
-
-    Raises:
-        ValueError: names the key, what was expected and what came.
-    """
+    """Check one row against the format."""
     if not isinstance(row, dict):
         raise ValueError(f"row: expected an object, got {row!r}")
     missing = [key for key in REQUIRED if key not in row]
@@ -202,11 +196,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file, validated; none where there is no file.
-
-    Raises:
-        ValueError: it is no JSON list of valid rows.
-    """
+    """The rows of a file, validated; none where there is no file."""
     if not path.exists():
         return []
     try:
@@ -224,10 +214,8 @@ def load(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes.
-
-    The file is replaced at once, so that there is a whole one whenever a run is cut off.
-    """
+    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes. The
+    file is replaced at once, so that there is a whole one whenever a run is cut off."""
     lines = []
     for row in rows:
         validate(row)
@@ -254,12 +242,8 @@ def new_row(
     note: str = "",
     **figures: Any,
 ) -> Row:
-    """A row of what was measured, with the digits that measurements have.
-
-    Args:
-        which: the pass. note: "" for none.
-        figures: all other keys; what is REQUIRED and not given is null.
-    """
+    """A row of what was measured, with the digits that measurements have. which: the pass. figures: all
+    other keys; what is REQUIRED and not given is null."""
     row: Row = {
         **dict.fromkeys(REQUIRED),
         "op": op,
@@ -285,10 +269,8 @@ def rounded(value: float, digits: int = 5) -> float:
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The fastest row of a baseline per contest: what a speed-up is measured against.
-
-    Every row on record passed its correctness check, so the fastest is the best correct one.
-    """
+    """The fastest row of a baseline per contest: what a speed-up is measured against. Every row on record
+    passed its correctness check, so the fastest is the best correct one."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in sorted(filter(is_baseline, rows), key=lambda row: row["ms"]):
         best.setdefault(contest_of(row), row)
@@ -320,11 +302,8 @@ class Pair(NamedTuple):
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
     """Per problem the tk row of the shipped kernels and the best baseline of its run, in the rows' order.
-
-    The tk row is that of the latest run with a baseline (the ablation has none), else of the
-    latest; where there is none, the best baseline of the latest run stands alone. A problem with neither is
-    left out.
-    """
+    The tk row is that of the latest run with a baseline (the ablation has none), else of the latest; where
+    there is none, the best baseline of the latest run stands alone. A problem with neither is left out."""
     rows = list(rows)
     best = baselines(rows)
     problems: dict[tuple[Any, ...], list[Row]] = {}

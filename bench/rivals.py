@@ -13,8 +13,6 @@ Its package imports extensions compiled for CUDA on import, which its Triton ker
 these are missing, its Triton modules are imported below a package without code in its place.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -40,12 +38,8 @@ MAMBA_CHUNK = 256  # that of its own layers
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rival's call on its own inputs.
-
-    Attributes:
-        leaves: what is differentiated, by the rival's names.
-        call: of the leaves in their order; the output.
-    """
+    """A rival's call on its own inputs. leaves: what is differentiated, by the rival's names. call: of the
+    leaves in their order; the output."""
 
     leaves: dict[str, Tensor]
     call: Callable[..., Tensor]
@@ -88,10 +82,6 @@ def _prepare_flash_qla(inputs: Mapping[str, Tensor]) -> Prepared:
         return function(q, k, v, g, beta, cu_seqlens=offsets)[0]
 
     return Prepared(leaves, call)
-
-
-def _same_names(inputs: Mapping[str, Tensor], results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return results
 
 
 def _prepare_mamba(inputs: Mapping[str, Tensor]) -> Prepared:
@@ -162,7 +152,7 @@ def _check_gpu(variant: str, tensor: Tensor) -> None:
 RIVALS: dict[str, Rival] = {
     rival.variant: rival
     for rival in (
-        Rival(FLASH_QLA, "gated_delta_rule", _prepare_flash_qla, _same_names),
+        Rival(FLASH_QLA, "gated_delta_rule", _prepare_flash_qla, lambda inputs, results: results),
         Rival(
             MAMBA,
             "simple_gla",

@@ -1,7 +1,5 @@
 """One contest: every variant of an operator on one shape and pass, checked first, then timed side by side."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,13 +29,9 @@ OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contests of one run share.
-
-    Attributes:
-        layout, forget_bias: of the inputs, see `inputs.mlstm_inputs`.
-        provenance: run, gpu, torch, triton, nvcc, commit and date of the rows.
-        ceilings: None where there is no GPU.
-    """
+    """What all contests of one run share. layout, forget_bias: of the inputs, see `inputs.mlstm_inputs`.
+    provenance: run, gpu, torch, triton, nvcc, commit and date of the rows. ceilings: None where there is
+    no GPU."""
 
     device: torch.device
     dtype: str
@@ -52,11 +46,8 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What became of one variant: a row, or the reason why there is none.
-
-    errors are against fp64, of a part of the call where `partial`; notes say what is to be known of them and
-    of the variant.
-    """
+    """What became of one variant: a row, or the reason why there is none. errors are against fp64, of a
+    part of the call where `partial`; notes say what is to be known of them and of the variant."""
 
     op: str
     shape: Shape
@@ -82,15 +73,8 @@ def run_contest(
     settings: Settings,
     tell: Callable[[str], object] = lambda label: None,
 ) -> list[Outcome]:
-    """Check each variant on this very shape, then time those that passed.
-
-    Args:
-        which: the pass, "fwd" or "fwdbwd".
-        tell: called with a label before each step of the work.
-
-    Returns:
-        An outcome per variant, in their order. A variant that is wrong or raises is not timed.
-    """
+    """Check each variant on this very shape, then time those that passed: an outcome per variant, in their
+    order. tell is called with a label before each step of the work."""
     outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
     with lifted_guard(operator, variants, which, settings.device) as lifted:
         for outcome in outcomes:
@@ -111,10 +95,7 @@ def lifted_guard(
 
 
 def _check_and_time(
-    operator: Operator,
-    outcomes: Sequence[Outcome],
-    settings: Settings,
-    tell: Callable[[str], object],
+    operator: Operator, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
 ) -> None:
     """Fill the outcomes of one contest, at least one."""
     tell("fp64 reference")
@@ -162,15 +143,10 @@ def make_step(
     *,
     unused: bool = False,
 ) -> Callable[[], dict[str, Tensor]]:
-    """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates.
-
-    The results of a rival have its own names (`rivals.Rival.finish`).
-
-    Args:
-        cotangents: of the output and, named as the initial states are, of the last ones; empty for the output
-            alone.
-        unused: an input that the output does not depend on has a gradient of zeros.
-    """
+    """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates. The
+    results of a rival have its own names (`rivals.Rival.finish`). cotangents: of the output and, named as
+    the initial states are, of the last ones; empty for the output alone. unused: an input that the output
+    does not depend on has a gradient of zeros."""
     tensors, offsets = split_offsets(inputs)
     call: Callable[..., Any] = partial(operator.call, variant.call, **offsets)
     if variant.call in rivals.RIVALS:
@@ -215,11 +191,8 @@ def check(
     *,
     baseline: bool = False,
 ) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance.
-
-    Args:
-        kind: of the output's gradient. baseline: it is judged by the tolerances of the baselines.
-    """
+    """Fill the outcome's errors, and stop it where they exceed the tolerance. kind: of the output's
+    gradient. baseline: it is judged by the tolerances of the baselines."""
     refuse_quadratic(outcome)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
     step = make_step(operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
@@ -234,10 +207,8 @@ def check(
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
-    """The parallel form has matrices [S, S]; long sequences would fill the memory.
-
-    The reference loops over packed sequences; many would take minutes.
-    """
+    """The parallel form has matrices [S, S]; long sequences would fill the memory. The reference loops
+    over packed sequences; many would take minutes."""
     shape = outcome.shape
     if outcome.variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
         raise UnsupportedError(outcome.variant.call, f"it computes {shape.N:,} sequences one after the other")
@@ -285,12 +256,10 @@ def _time(
 def _other_times(
     step: timing.Step, found: timing.Timing, settings: Settings, *, always_graph: bool
 ) -> dict[str, float]:
-    """What else a row tells of a step on a GPU, by the row's keys.
-
-    The host's time for one call, unless it is a long one. The time of CUDA-graph replays, the graph's
-    kernels and the host's time to launch as many empty ones: for a step so short that its launches may
-    dominate (below GRAPH_BELOW_MS, or mostly the host's time), with `always_graph` for every step.
-    """
+    """What else a row tells of a step on a GPU, by the row's keys. The host's time for one call, unless it
+    is a long one. The time of CUDA-graph replays, the graph's kernels and the host's time to launch as
+    many empty ones: for a step so short that its launches may dominate (below GRAPH_BELOW_MS, or mostly
+    the host's time), with `always_graph` for every step."""
     more: dict[str, float] = {}
     if settings.device.type != "cuda":
         return more

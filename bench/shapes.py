@@ -1,7 +1,5 @@
 """Benchmark shapes, and the least work and traffic of each operator on them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -17,12 +15,9 @@ PHASES = ("train", "prefill", "decode")  # of a whole model, in place of passes
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of T tokens, H heads, head dims K of q and k and V of v.
-
-    Attributes:
-        N: sequences packed in a batch of one of T tokens in all; None where nothing is packed.
-        HV: heads of v, a multiple of H, where they are more than those of q and k; None where they are H.
-    """
+    """B sequences of T tokens, H heads, head dims K of q and k and V of v. N: sequences packed in a batch
+    of one of T tokens in all; None where nothing is packed. HV: heads of v, a multiple of H, where they
+    are more than those of q and k; None where they are H."""
 
     B: int
     T: int
@@ -73,11 +68,9 @@ class Shape:
         return {name: value for name, value in named.items() if value is not None}
 
     def lengths(self, seed: int = 0) -> list[int]:
-        """The lengths of the sequences: T of each, or N unequal ones of T tokens in all.
-
-        Packed sequences have between a half and one and a half of the T / N tokens, but for rounding, and at
-        least one token. Equal seeds give equal lengths on any machine.
-        """
+        """The lengths of the sequences: T of each, or N unequal ones of T tokens in all. Packed sequences
+        have between a half and one and a half of the T / N tokens, but for rounding, and at least one
+        token. Equal seeds give equal lengths on any machine."""
         if self.N is None:
             return [self.T] * self.B
         source = random.Random(seed)
@@ -158,15 +151,8 @@ MAIN, SWEEP = SETS["main"], SETS["sweep"]
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Shapes of a comma-separated list of sets (the keys of SETS) and of shapes such as 8x8192x16x128x256.
-
-    Args:
-        text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V, and behind
-            them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000.
-
-    Raises:
-        ValueError: neither a set nor a shape.
-    """
+    """Shapes of a comma-separated list such as "main,1x4096x8x64x128": keys of SETS, and B x T x H x K x
+    V, behind them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000."""
     found: dict[Shape, None] = {}
     for item in (part.strip() for part in text.split(",")):
         shape = _parse_shape(item)
@@ -179,31 +165,19 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call must do.
-
-    Attributes:
-        flops: multiplications and additions of the chunkwise form with fused chunks of CHUNK tokens.
-        bytes: traffic with device memory.
-    """
+    """The least that a call must do. flops: multiplications and additions of the chunkwise form with fused
+    chunks of CHUNK tokens. bytes: traffic with device memory."""
 
     flops: float
     bytes: float
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
 def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
-    """The least work and traffic of one call.
-
-    Args:
-        op: a name of COSTS.
-        which: "fwd", or "fwdbwd" for the sum of forward and backward.
-        itemsize: bytes per element of q, k, v.
-
-    Raises:
-        ValueError: no formula stands for the operator, or it has no such pass.
-    """
+    """The least work and traffic of one call. op: a name of COSTS. which: "fwd", or "fwdbwd" for the sum
+    of forward and backward. itemsize: bytes per element of q, k, v."""
     if op not in COSTS:
         raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")
     if which not in PASSES:
@@ -224,10 +198,8 @@ FlopsOfDims = Callable[[int, int], int]
 
 
 def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once.
-
-    The backward has two sweeps, dq forward in time, dk and dv backward in time, with no state in memory.
-    """
+    """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once. The backward has two sweeps, dq
+    forward in time, dk and dv backward in time, with no state in memory."""
     dims = itemsize * (shape.K + shape.V)
     forward = Cost(flops.forward(shape.K, shape.V), 2 * dims + 12)
     return forward, Cost(flops.backward(shape.K, shape.V), 5 * dims)
@@ -241,12 +213,10 @@ def _linear(
     by_channel: bool = False,
 ) -> PerToken:
     """An operator with so many fp32 gates per token and head of v, and K more where they are by channel.
-
-    Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the gates,
-    do and the gradients of the inputs. q and k are read once per head of their own, however many heads of v
-    share it, and so are the products that none of v enters (Q K^T, and in the backward dq and dk within a
-    chunk) counted once.
-    """
+    Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the
+    gates, do and the gradients of the inputs. q and k are read once per head of their own, however many
+    heads of v share it, and so are the products that none of v enters (Q K^T, and in the backward dq and
+    dk within a chunk) counted once."""
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
         keys, values = shape.K / shape.group, shape.V

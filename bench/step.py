@@ -8,8 +8,6 @@ that was measured in the same run. q, k, v, h and the state are of the run's dty
 runs in CUDA graphs: every row has the time of their replay as well.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from typing import Any
@@ -23,7 +21,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import linear_step
 from .compare import Contest, add_run_arguments, carry_out
-from .inputs import FORGET_BIAS
+from .inputs import FORGET_BIAS, draw_steps, forget, made_once
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .shapes import Shape, parse_shapes
@@ -42,23 +40,13 @@ def step_inputs(
     seed: int = 0,
     forget_bias: float = FORGET_BIAS,
 ) -> dict[str, Tensor]:
-    """q, k, v, i, f and c, n, m of T steps, N(0, 1), f + forget_bias.
-
-    Args:
-        dtype: of q, k, v and of the state. layout: has no meaning for one token.
-
-    Returns:
-        Tensors [B, NH, T, ...], those of one step contiguous in memory.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
+    """q, k, v, i, f and c, n, m of T steps [B, NH, T, ...], N(0, 1), f + forget_bias; those of one step
+    are contiguous. dtype: of q, k, v and of the state. layout means nothing."""
     dims: dict[str, tuple[int, ...]]
     dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}
     dims |= {"c": (shape.K, shape.V), "n": (shape.K,), "m": (1,)}
-    found = {}
-    for name, own in dims.items():
-        kind = torch.float32 if name in "if" else dtype
-        sizes = (shape.T, shape.B, shape.H, *own)
-        found[name] = torch.randn(sizes, generator=generator, dtype=kind, device=device).movedim(0, 2)
+    of = {name: ((shape.H, *own), torch.float32 if name in "if" else dtype) for name, own in dims.items()}
+    found = draw_steps(of, shape, device, seed)
     found["f"] += forget_bias
     return found
 
@@ -68,7 +56,7 @@ class StepOperator(Operator):
 
     def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
         """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
-        state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
+        state = made_once(Tensor.clone, *tensors[5:]) if backend == IN_PLACE else tensors[5:]
         outputs = []
         for q, k, v, i, f, c, n, m in zip(*(t.unbind(2) for t in (*tensors[:5], *state)), strict=True):
             if backend == "triton":
@@ -79,18 +67,6 @@ class StepOperator(Operator):
                 h, _ = mlstm_step(q, k, v, i, f, c, n, m, dtype_state=c.dtype, backend=backend)
             outputs.append(h)
         return outputs[0].unsqueeze(2) if len(outputs) == 1 else torch.stack(outputs, dim=2)
-
-
-_copies: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
-
-
-def _own_copy(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A copy of the given state, made on the first call with it, for steps in place."""
-    key = tuple((x.data_ptr(), x.shape, x.dtype) for x in state)
-    if key not in _copies:
-        _copies.clear()
-        _copies[key] = tuple(x.movedim(2, 0).clone().movedim(0, 2) for x in state)
-    return _copies[key]
 
 
 def _triton_step(*tensors: Tensor) -> Tensor:
@@ -138,13 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
-
-    Without a GPU the reference alone.
-
-    Raises:
-        UsageError: options that do not go together.
-    """
+    """Time the steps with the options of `compare.add_run_arguments`; returns the exit status. Without a
+    GPU the reference alone."""
     on_gpu = torch.cuda.is_available()
     contests = []
     for op in args.op:
@@ -165,5 +136,4 @@ def run(args: argparse.Namespace) -> int:
     try:
         return carry_out(args, contests)
     finally:
-        _copies.clear()
-        linear_step.forget()
+        forget()

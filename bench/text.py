@@ -4,8 +4,6 @@ Bytes follow from bytes before them at every distance: spelling from the last fe
 open and a repeated sentence from dozens of them, so that a model has to remember to predict them.
 """
 
-from __future__ import annotations
-
 import random
 
 import torch

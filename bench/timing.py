@@ -1,7 +1,5 @@
 """Timing: variants interleaved round-robin, the L2 cache flushed, medians and percentiles of single runs."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import statistics
@@ -36,10 +34,8 @@ class Stopwatch(Protocol):
 
 
 class CudaStopwatch:
-    """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue.
-
-    An untimed run comes before the first one after a wait, which meets an idle GPU and a late host.
-    """
+    """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue. An
+    untimed run comes before the first one after a wait, which meets an idle GPU and a late host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,12 +80,8 @@ class HostStopwatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure.
-
-    Attributes:
-        repeats: timed runs of each variant.
-        budget_ms: time that one variant may take in all; a slower one is run less often.
-    """
+    """How long to measure. repeats: timed runs of each variant. budget_ms: time that one variant may take
+    in all; a slower one is run less often."""
 
     repeats: int
     budget_ms: float
@@ -112,7 +104,7 @@ class Timing:
     repeats: int
 
     @classmethod
-    def of(cls, times: list[float]) -> Timing:
+    def of(cls, times: list[float]) -> "Timing":
         """The statistics of at least one time."""
         if len(times) == 1:
             return cls(times[0], times[0], times[0], 1)
@@ -121,10 +113,8 @@ class Timing:
 
 
 def warm_up(step: Step, stopwatch: Stopwatch, budget_ms: float = math.inf) -> float:
-    """Run a step until it is warm (compiled, allocator filled); the time of its last run in ms.
-
-    A step whose first run spends the budget is taken as warm.
-    """
+    """Run a step until it is warm (compiled, allocator filled); the time of its last run in ms. A step
+    whose first run spends the budget is taken as warm."""
     elapsed = math.inf
     for _ in range(WARM_UP + 1):
         read = stopwatch.run(step)
@@ -139,12 +129,7 @@ def interleave(
     steps: Mapping[str, Step], repeats: Mapping[str, int], stopwatch: Stopwatch
 ) -> dict[str, Timing]:
     """Time warm steps in rounds, each round one run of every step, so that drift meets all of them alike.
-
-    Args:
-        steps: by name.
-        repeats: runs per name; a step with fewer runs than the others takes part in rounds spread evenly.
-        stopwatch: times each run.
-    """
+    A step with fewer repeats takes part in rounds spread evenly."""
     rounds = max(repeats.values(), default=0)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
@@ -165,10 +150,8 @@ def time_one(step: Step, repeats: int, stopwatch: Stopwatch) -> Timing:
 
 
 def host_us(step: Step, wait: Callable[[], object]) -> float:
-    """Median time in us of the host for one call of a warm step, over HOST_CALLS calls.
-
-    The calls come back to back in bursts of HOST_BURST; `wait` drains the queue between bursts.
-    """
+    """Median time in us of the host for one call of a warm step, over HOST_CALLS calls. The calls come
+    back to back in bursts of HOST_BURST; `wait` drains the queue between bursts."""
     times = []
     for call in range(HOST_CALLS):
         if call % HOST_BURST == 0:

@@ -1,7 +1,5 @@
 """Triton's autotuners: their configurations compiled side by side before any is timed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,23 +16,23 @@ _OF_LAUNCH = ("grid", "warmup")
 
 @contextlib.contextmanager
 def configs_compiled_by(threads: int) -> Iterator[None]:
-    """Within the block an autotuner has so many threads compile the configurations that it is about to time.
-
-    By itself it compiles each one right before it times it, which takes minutes for FLA's backward. What is
-    timed stays the same. A configuration that does not compile is left to the autotuner, which drops it.
-    """
+    """Within the block an autotuner has so many threads compile the configurations that it is about to
+    time. By itself it compiles each one right before it times it, which takes minutes for FLA's backward.
+    What is timed stays the same. A configuration that does not compile is left to the autotuner, which
+    drops it."""
     if threads == 1 or find_package("triton") is None:
         yield
         return
     from triton.runtime.autotuner import Autotuner
 
     prune = Autotuner.prune_configs
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def prune_and_compile(tuner: Any, kwargs: dict[str, Any]) -> Any:
         configs = prune(tuner, kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OF_LAUNCH}
         compile_one = partial(_compile, tuner.fn, list(tuner.nargs.values()), options)
-        with ThreadPoolExecutor(threads, initializer=_take_device, initargs=(_device(),)) as pool:
+        with ThreadPoolExecutor(threads, initializer=_take_device, initargs=(device,)) as pool:
             list(pool.map(compile_one, configs))
         return configs
 
@@ -49,10 +47,6 @@ def _compile(fn: Any, arguments: list[Any], options: dict[str, Any], config: Any
     # it is compiled again when it is timed, and raises there what the autotuner expects
     with contextlib.suppress(Exception):
         fn.warmup(*arguments, grid=(1,), **options, **config.all_kwargs())
-
-
-def _device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
 def _take_device(device: int | None) -> None:

@@ -1,7 +1,5 @@
 """Options that several commands have, parsers of their values, and the check of paths to write to."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -46,11 +44,7 @@ def positive(text: str) -> int:
 
 
 def listed(text: str) -> list[str]:
-    """The names of a comma-separated list, each once.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The names of a comma-separated list, each once."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise ValueError("expected at least one, got none")
@@ -58,11 +52,8 @@ def listed(text: str) -> list[str]:
 
 
 def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
-    """Parser of a comma-separated list; "all" takes every name.
-
-    Args:
-        others: what each name that stands for an allowed one stands for.
-    """
+    """Parser of a comma-separated list; "all" takes every name. others: what each name that stands for an
+    allowed one stands for."""
     known = {name: name for name in allowed} | dict(others or {})
 
     def parse(text: str) -> list[str]:
@@ -76,21 +67,12 @@ def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> 
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--dtype": {
-        "choices": list(DTYPES),
-        "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)",
-    },
+    "--dtype": {"choices": list(DTYPES), "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)"},
     "--json": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as JSON"},
     "--csv": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as CSV"},
     "--plot": {"type": Path, "metavar": "PATH", "help": "draw the rows of this run (png, svg or pdf)"},
-    "--update-results": {
-        "action": "store_true",
-        "help": "merge the rows into bench/results/<gpu>.json",
-    },
-    "--commit": {
-        "metavar": "HASH",
-        "help": "what is measured, recorded where this is no git checkout",
-    },
+    "--update-results": {"action": "store_true", "help": "merge the rows into bench/results/<gpu>.json"},
+    "--commit": {"metavar": "HASH", "help": "what is measured, recorded where this is no git checkout"},
     "--seed": {"type": int, "default": 0, "help": "of the random inputs (default: 0)"},
     "--quick": {"action": "store_true", "help": "the first of the shapes only, and fewer repeats"},
 }
@@ -103,11 +85,7 @@ def add_options(parser: argparse.ArgumentParser, *options: str, **changes: Any) 
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Whether the files that the options name can be written, to be asked before a long run.
-
-    Raises:
-        UsageError: one cannot be written.
-    """
+    """UsageError where a file that the options name cannot be written; to be asked before a long run."""
     for name in ("json", "csv", "plot"):
         path: Path | None = getattr(args, name, None)
         if path is not None:

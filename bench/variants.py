@@ -1,7 +1,5 @@
 """Which backends take part in a comparison, by the names that `--backends` gives."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence
@@ -45,23 +43,13 @@ class Variant:
 
 
 def find_variants(
-    operator: Operator,
-    backends: Sequence[str] | None,
-    *,
-    on_gpu: bool,
-    rivals: bool = False,
+    operator: Operator, backends: Sequence[str] | None, *, on_gpu: bool, rivals: bool = False
 ) -> list[Variant]:
-    """The competitors of one operator, in the order they are shown; what it lacks is left out.
-
-    Args:
-        backends: families (of COMPARED with rivals, else of FAMILIES) and single variants
-            (triton:xl_chunk_128); None takes every family on a GPU and the reference's forms without one.
-        on_gpu: the family reference is its chunkwise form on a GPU, every form elsewhere.
-        rivals: with those of RIVALS that compute the operator, which are no backends of the public functions.
-
-    Raises:
-        UsageError: a name that is a backend of no operator.
-    """
+    """The competitors of one operator, in the order they are shown; what it lacks is left out. backends:
+    families (of COMPARED with rivals, else of FAMILIES) and single variants (triton:xl_chunk_128); None
+    takes every family on a GPU and the reference's forms without one. on_gpu: the family reference is its
+    chunkwise form on a GPU, every form elsewhere. rivals: with those of RIVALS that compute the operator,
+    which are no backends of the public functions."""
     check_named(list(OPERATORS.values()), backends, rivals=rivals)
     every = (COMPARED if rivals else FAMILIES) if on_gpu else ("reference",)
     named = backends is not None
@@ -85,15 +73,8 @@ def find_variants(
 def check_named(
     operators: Sequence[Operator], backends: Sequence[str] | None, *, rivals: bool = False
 ) -> None:
-    """Whether each backend that the user named is one of at least one of the operators.
-
-    Args:
-        backends: as the user gave them, None where nothing was.
-        rivals: as `find_variants` takes it.
-
-    Raises:
-        UsageError: names the option, what was expected and what came.
-    """
+    """UsageError where a backend that the user named is one of none of the operators. rivals: as
+    `find_variants` takes it."""
     families = COMPARED if rivals else FAMILIES
     for name in backends or ():
         family, colon, detail = name.partition(":")

@@ -4,10 +4,8 @@ The recurrent form of each operator is its specification; the others equal it up
 differentiable by autograd and computed in the inputs' dtype, at least fp32.
 """
 
-from __future__ import annotations
-
+from .decay import ChunkDecay
 from .delta_rule import (
-    ChunkDecay,
     delta_rule_chunkwise,
     delta_rule_parallel,
     delta_rule_recurrent,
@@ -25,9 +23,9 @@ from .delta_rule_inputs import (
     writing_strength,
     writing_strength_backward,
 )
-from .gla import gla_chunkwise, gla_parallel, gla_recurrent
-from .gla_backward import GLAGrads, gla_backward
+from .gla import gla_backward, gla_chunkwise, gla_parallel, gla_recurrent
 from .kda import kda_backward, kda_chunkwise, kda_parallel, kda_recurrent, kda_with_states
+from .linear import LinearGrads
 from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
 from .mlstm_backward import MLSTMGrads, mlstm_backward, mlstm_siging_backward
 from .mlstm_forward import MLSTMForward, mlstm_forward_terms
@@ -38,7 +36,6 @@ from .mlstm_siging import (
     mlstm_siging_step,
 )
 from .simple_gla import (
-    SimpleGLAGrads,
     lightning_log_decay,
     retention_log_decay,
     simple_gla_backward,
@@ -50,11 +47,10 @@ from .simple_gla import (
 __all__ = [
     "ChunkDecay",
     "DeltaRuleGrads",
-    "GLAGrads",
+    "LinearGrads",
     "LogDecayGrads",
     "MLSTMForward",
     "MLSTMGrads",
-    "SimpleGLAGrads",
     "delta_log_decay",
     "delta_log_decay_backward",
     "delta_rule_chunkwise",

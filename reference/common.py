@@ -5,8 +5,6 @@ A step of one token and one chunk map ``(*tokens, *states)`` to ``(output, state
 sequence ``(tokens, states)`` to ``(output [B, H, T, V], states)``; tokens start with q, k, v.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -136,10 +134,7 @@ def _can_recompute() -> bool:
 
 def split_chunks(tokens: States, size: int) -> list[States]:
     """The tokens of one sequence chunk by chunk; the last one may be shorter, and there may be none.
-
-    Raises:
-        ValueError: ``size`` is not positive.
-    """
+    ValueError: ``size`` is not positive."""
     if size < 1:
         raise ValueError(f"chunk_size: expected a positive integer, got {size}")
     if tokens[0].shape[2] == 0:
@@ -148,11 +143,8 @@ def split_chunks(tokens: States, size: int) -> list[States]:
 
 
 def in_one_chunk(chunkwise: Callable[..., R], doc: str) -> Callable[..., R]:
-    """The parallel form of an operator: its chunkwise form over one chunk that has all tokens.
-
-    Args:
-        doc: docstring of the parallel form, whose arguments are those of the other one but for chunk_size.
-    """
+    """The parallel form of an operator: its chunkwise form over one chunk that has all tokens. doc:
+    docstring of the parallel form, whose arguments are those of the other one but for chunk_size."""
 
     def parallel(*args: Any, **kwargs: Any) -> R:
         return chunkwise(*args, **kwargs, chunk_size=ALL_TOKENS)
@@ -174,14 +166,9 @@ def described(
 
 
 def sequence_bounds(cu_seqlens: Tensor, batch: int, length: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence; reads the offsets on the host.
-
-    Offsets on the meta device hold no values; the first sequence then has all of the tokens, which gives
-    results their shapes.
-
-    Raises:
-        ValueError: batch is not 1, or ``cu_seqlens`` does not rise from 0 to ``length``.
-    """
+    """(start, end) of every packed sequence; reads the offsets on the host. Offsets on the meta device
+    hold no values; the first sequence then has all of the tokens, which gives results their shapes.
+    ValueError: batch is not 1, or ``cu_seqlens`` does not rise from 0 to ``length``."""
     if batch != 1:
         raise ValueError(f"cu_seqlens: expected batch 1 (packed sequences), got batch {batch}")
     if length == 0 and cu_seqlens.device.type != "cpu":
@@ -220,14 +207,11 @@ def scan_sequences(
 
 
 class BackwardForm(NamedTuple):
-    """Explicit formulas of an operator, for chunks of one sequence, head-first and promoted.
-
-    Attributes:
-        forward: from (*tokens, *states) with the states that enter a chunk what ``backward`` reads of the
-            chunk, and the states that leave it.
-        backward: from (what ``forward`` found, *tokens, do, *states, *dstates), with the gradients of the
-            output and of the states that leave, the gradients of the tokens and of the states that enter.
-    """
+    """Explicit formulas of an operator, for chunks of one sequence, head-first and promoted. forward: from
+    (*tokens, *states) with the states that enter a chunk what ``backward`` reads of the chunk, and the
+    states that leave it. backward: from (what ``forward`` found, *tokens, do, *states, *dstates), with the
+    gradients of the output and of the states that leave, the gradients of the tokens and of the states
+    that enter."""
 
     forward: Callable[..., tuple[Any, States]]
     backward: Callable[..., States]
@@ -236,12 +220,9 @@ class BackwardForm(NamedTuple):
 def sequence_backward(
     form: BackwardForm, size: int, tokens: States, states: States, dstates: States
 ) -> list[Tensor]:
-    """The gradients of the tokens and of the initial states of one sequence of any length.
-
-    Args:
-        tokens: and, as the last one, the gradient of the output. size: tokens of a chunk.
-        states: before the first token. dstates: gradients of those after the last one.
-    """
+    """The gradients of the tokens and of the initial states of one sequence of any length. tokens: and, as
+    the last one, the gradient of the output. size: tokens of a chunk. states: before the first token.
+    dstates: gradients of those after the last one."""
     # forward in time
     chunks = []
     for piece in split_chunks(tokens, size):

@@ -14,25 +14,15 @@ The chunkwise form solves for the writes U of a whole chunk (UT transform); it i
 for keys of norm 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, einsum
 
-from .common import (
-    States,
-    described,
-    full_precision,
-    in_one_chunk,
-    recomputed,
-    scan_chunks,
-    scan_tokens,
-    segment_sum,
-)
+from .common import States, described, full_precision, in_one_chunk, recomputed, scan_chunks, scan_tokens
+from .decay import chunk_decay
 from .linear import run_linear
 
 R = TypeVar("R")
@@ -53,19 +43,8 @@ def gated_delta_rule_recurrent(
     """Gated delta rule token by token: the specification of the operator.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
-            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
         g: [B, T, HV] natural-log decay, or [B, T, HV, K] per channel. beta: [B, T, HV] writing strength.
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-
-    Returns:
-        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+        others, result and errors: as of :func:`simple_gla_recurrent`.
     """
     form = partial(scan_tokens, gated_delta_step)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
@@ -128,60 +107,6 @@ delta_rule_chunkwise = _without_decay(
 )
 
 
-class ChunkDecay(NamedTuple):
-    """The decay in a chunk of L tokens, with b = cumsum(g); shapes without the leading [B, H].
-
-    Attributes:
-        pairs: [L, L] e^{b_t - b_j} for j <= t and else 0, or [K, L, L] per channel.
-        through: [L, 1] e^b, or [L, K].
-    """
-
-    pairs: Tensor
-    through: Tensor
-
-    @property
-    def per_channel(self) -> bool:
-        """Every channel has a decay of its own."""
-        return self.pairs.dim() > self.through.dim()
-
-    @property
-    def to_end(self) -> Tensor:
-        """[L, 1] e^{b_L - b}, or [L, K]."""
-        last = self.pairs[..., -1, :]
-        return last.mT if self.per_channel else last[..., None]
-
-    @property
-    def whole(self) -> Tensor:
-        """[1, 1] e^{b_L}, or [K, 1]."""
-        return self.through[..., -1:, :].mT
-
-    def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """[L, L] sum_c e^{b_tc - b_jc} x_tc y_jc of x, y [L, K]."""
-        if self.per_channel:
-            return einsum("bhtk,bhktj,bhjk->bhtj", x, self.pairs, y)
-        return self.pairs * (x @ y.mT)
-
-    def from_left(self, weights: Tensor, y: Tensor) -> Tensor:
-        """[L, K] sum_j e^{b_t - b_j} weights_tj y_j."""
-        if self.per_channel:
-            return einsum("bhtj,bhktj,bhjk->bhtk", weights, self.pairs, y)
-        return (self.pairs * weights) @ y
-
-    def from_right(self, weights: Tensor, x: Tensor) -> Tensor:
-        """[L, K] sum_t e^{b_t - b_j} weights_tj x_t."""
-        if self.per_channel:
-            return einsum("bhtj,bhktj,bhtk->bhjk", weights, self.pairs, x)
-        return (self.pairs * weights).mT @ x
-
-
-def chunk_decay(g: Tensor, *, per_channel: bool) -> ChunkDecay:
-    """Of log decays [B, H, L], or [B, H, L, K] per channel."""
-    through = torch.exp(g.cumsum(2))
-    if per_channel:
-        return ChunkDecay(torch.exp(segment_sum(g.mT)), through)
-    return ChunkDecay(torch.exp(segment_sum(g)), through[..., None])
-
-
 def gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[Tensor, States]:
@@ -199,14 +124,12 @@ def gated_delta_chunk(
 ) -> tuple[Tensor, States]:
     """One chunk, q scaled: q, k [B, H, L, K], v [B, H, L, V], g [B, H, L] or [B, H, L, K], beta [B, H, L],
     s [B, H, K, V]."""
-    decay = chunk_decay(g, per_channel=g.dim() == q.dim())
-    through = decay.through
-    beta = beta[..., None]
+    decay, beta = chunk_decay(g, q), beta[..., None]
     # writes: (I + strict_tril(beta KK)) U = beta (V - e^b K S)
     overlap = (beta * decay.products(k, k)).tril(-1)
-    unwritten = beta * (v - (through * k) @ s)
+    unwritten = beta * (v - (decay.through * k) @ s)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     u = torch.linalg.solve_triangular(identity + overlap, unwritten, upper=False, unitriangular=True)
     # reads
-    o = decay.products(q, k) @ u + (through * q) @ s
+    o = decay.products(q, k) @ u + (decay.through * q) @ s
     return o, (decay.whole * s + (decay.to_end * k).mT @ u,)

@@ -30,15 +30,13 @@ With a decay per channel every channel has its own E and b: a product with E K^T
 with the E of each, and dg_t is that flow per channel, <S, dS> a sum over V alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .common import BackwardForm, States, full_precision, log_decay_gradient
-from .delta_rule import chunk_decay
+from .common import BackwardForm, States, full_precision
+from .decay import chunk_decay
 from .linear import run_backward
 
 
@@ -80,9 +78,6 @@ def gated_delta_rule_backward(
     Args:
         do: [B, T, HV, V] gradient of o. dht: [N, HV, K, V] gradient of the last state; None is zero.
         others: as in :func:`gated_delta_rule_recurrent`; the result does not depend on ``chunk_size``.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
     form = BackwardForm(_chunk_forward, _chunk_backward)
     found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens, chunk_size)
@@ -92,13 +87,8 @@ def gated_delta_rule_backward(
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[tuple[Any, ...], States]:
-    """The decay (`ChunkDecay`), KK, QK, A, V - X and U of one chunk, and the state that leaves it.
-
-    Args:
-        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g: [B, H, L] or [B, H, L, K]. beta: [B, H, L].
-        s: [B, H, K, V], enters the chunk.
-    """
-    decay = chunk_decay(g, per_channel=g.dim() == q.dim())
+    """The decay (`ChunkDecay`), KK, QK, A, V - X and U of a chunk with q scaled, and the state behind it."""
+    decay = chunk_decay(g, q)
     overlap = decay.products(k, k).tril(-1)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
     system = identity + beta[..., None] * overlap
@@ -109,23 +99,9 @@ def _chunk_forward(
     return (decay, overlap, decay.products(q, k), inverse, unwritten, writes), (leaving,)
 
 
-def _chunk_backward(
-    forward: tuple[Any, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    do: Tensor,
-    s: Tensor,
-    ds: Tensor,
-) -> States:
-    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk: R, then D1 and D2.
-
-    Args:
-        q (scaled), k, v, g, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state
-            that leaves the chunk.
-    """
+def _chunk_backward(forward: tuple[Any, ...], *given: Tensor) -> States:
+    """dq, dk, dv, dg, dbeta and the gradient of the state that enters, of one chunk: R, then D1 and D2."""
+    q, k, _, _, beta, do, s, ds = given
     decay, overlap, scores, inverse, unwritten, writes = forward
     through, to_end, whole = decay.through, decay.to_end, decay.whole
     beta = beta[..., None]
@@ -144,12 +120,6 @@ def _chunk_backward(
     dk_left = of_erasures + decay.from_left(dpairs, k)
     dk_right = of_writes + decay.from_right(dscores, q) + decay.from_right(dpairs, k)
     received, sent, passed = q * of_reads + k * of_erasures, k * of_writes, whole * s * ds
-    if decay.per_channel:
-        queries, keys = q.mT[..., None], k.mT[..., None]
-        flows = decay.pairs * keys.mT * (dscores[:, :, None] * queries + dpairs[:, :, None] * keys)
-        dg = log_decay_gradient(flows, received.mT, sent.mT, passed.sum(-1)).mT
-    else:
-        flows = decay.pairs * (dscores * (q @ k.mT) + dpairs * (k @ k.mT))
-        dg = log_decay_gradient(flows, received.sum(-1), sent.sum(-1), passed.sum((-1, -2)))
+    dg = decay.gradient([(dscores, q), (dpairs, k)], k, received, sent, passed)
     dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
     return dq, dk_left + dk_right, dv, dg, dbeta, ds_in

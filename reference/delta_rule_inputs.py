@@ -9,8 +9,6 @@ Everything is differentiable by autograd and computed in the inputs' dtype, at l
 ``*_backward`` are the same gradients explicitly.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -80,11 +78,7 @@ class LogDecayGrads(NamedTuple):
 
 @full_precision
 def delta_log_decay_backward(
-    x: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    dg: Tensor,
-    lower_bound: float | None = None,
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, dg: Tensor, lower_bound: float | None = None
 ) -> LogDecayGrads:
     """The gradients from that of the log decay, dg like x; those of parameters are sums over B and T."""
     rate, biased = _rate_and_biased(x, A_log, dt_bias)

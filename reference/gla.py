@@ -5,26 +5,27 @@ with log decay g_t in R^K and scale s::
 
     S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T
     o_t = s q_t^T S_t
-"""
 
-from __future__ import annotations
+Backward: in a chunk with b = cumsum(g) per channel, S the state that enters it, dS the gradient of the one
+that leaves it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t, and dP = tril(do V^T)::
+
+    dq_t = s e^{b_t} (do_t S^T) + s sum_j dP_tj k_j e^{b_t - b_j}
+    dk_j = e^{b_L - b_j} (v_j dS^T) + s sum_t dP_tj q_t e^{b_t - b_j}
+    dv   = P^T do + (e^{b_L - b} k) dS
+    dS  <- e^{b_L} dS + s (e^b q)^T do
+    dg_t = sum_{u >= t} s e^{b_u} q_u (do_u S^T) + sum_{j < t <= u} s dP_uj q_u k_j e^{b_u - b_j}
+           + sum_{j < t} e^{b_L - b_j} k_j (v_j dS^T) + e^{b_L} rowsum_V(S . dS)
+
+per channel.
+"""
 
 from functools import partial
 
-import torch
-from einops import rearrange
-from torch import Tensor, einsum
+from torch import Tensor
 
-from .common import (
-    States,
-    full_precision,
-    in_one_chunk,
-    recomputed,
-    scan_chunks,
-    scan_tokens,
-    segment_sum,
-)
-from .linear import run_linear
+from .common import BackwardForm, full_precision, in_one_chunk, recomputed, scan_chunks, scan_tokens
+from .decay import linear_chunk, linear_chunk_backward, linear_step
+from .linear import LinearGrads, run_backward, run_linear
 
 
 @full_precision
@@ -41,20 +42,10 @@ def gla_recurrent(
     """Gated linear attention token by token: the specification of the operator.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, H, V]. Any float dtype; computed in the common dtype, at least fp32.
         g: [B, T, H, K] natural-log decay per channel.
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, H, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-
-    Returns:
-        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None).
-
-    Raises:
-        ValueError: ``cu_seqlens`` that does not fit.
+        others, result and errors: as of :func:`simple_gla_recurrent`, HV = H.
     """
-    form = partial(scan_tokens, gla_step)
+    form = partial(scan_tokens, linear_step)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -76,7 +67,7 @@ def gla_chunkwise(
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
     recomputes chunk by chunk, so that it needs no more. Under torch.func it keeps them all.
     """
-    form = partial(scan_chunks, recomputed(gla_chunk), chunk_size)
+    form = partial(scan_chunks, recomputed(linear_chunk), chunk_size)
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -89,17 +80,27 @@ gla_parallel = in_one_chunk(
 )
 
 
-def gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
-    """One token, q scaled: q, k, g [B, H, K], v [B, H, V], s [B, H, K, V]."""
-    s = torch.exp(g)[..., None] * s + einsum("bhk,bhv->bhkv", k, v)
-    return einsum("bhk,bhkv->bhv", q, s), (s,)
+@full_precision
+def gla_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> LinearGrads:
+    """Exact gradients by the explicit formulas, chunk by chunk.
 
-
-def gla_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
-    """One chunk, q scaled: q, k, g [B, H, L, K], v [B, H, L, V], s [B, H, K, V]."""
-    decay = torch.exp(segment_sum(rearrange(g, "b h l k -> b h k l")))  # [B, H, K, L, L]
-    through = torch.exp(g.cumsum(-2))
-    scores = einsum("bhtk,bhktj,bhjk->bhtj", q, decay, k)
-    o = einsum("bhtj,bhjv->bhtv", scores, v) + einsum("bhtk,bhkv->bhtv", q * through, s)
-    k_end = rearrange(decay[..., -1, :], "b h k l -> b h l k") * k
-    return o, (through[..., -1, :, None] * s + einsum("bhjk,bhjv->bhkv", k_end, v),)
+    Args:
+        do: [B, T, H, V] gradient of o. dht: [N, H, K, V] gradient of the last state; None is zero.
+        others: as in :func:`gla_recurrent`; the result does not depend on ``chunk_size``. A chunk needs
+            memory for B H K chunk_size^2 numbers.
+    """
+    form = BackwardForm(linear_chunk, linear_chunk_backward)
+    found = run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens, chunk_size)
+    return LinearGrads(*found)

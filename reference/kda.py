@@ -5,8 +5,6 @@ of the gated delta rule with g [B, T, HV, K] (`delta_rule`, `delta_rule_backward
 (`delta_rule_inputs`). Its own are the states between chunks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

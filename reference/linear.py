@@ -1,25 +1,15 @@
 """The frame around the operators in [B, T, H, D]: scale, default state, packed sequences, layout."""
 
-from __future__ import annotations
+from typing import NamedTuple
 
 from einops import rearrange, repeat
 from torch import Tensor
 
-from .common import (
-    BackwardForm,
-    Form,
-    compute_dtype,
-    join_sequences,
-    promote,
-    scan_sequences,
-    sequence_backward,
-    sequence_count,
-    split_sequences,
-)
+from . import common
 
 
 def run_linear(
-    form: Form,
+    form: common.Form,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,31 +24,24 @@ def run_linear(
 
     Args:
         form: maps tokens [N, HV, T, ...] and a state [N, HV, K, V] to (o [N, HV, T, V], (state,)).
-        q, k: [B, T, H, K]; their heads are repeated to those of v. v: [B, T, HV, V]. gates: [B, T, HV, ...].
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one.
-        state_v_first: initial_state and the last state are [N, HV, V, K].
+        gates: [B, T, HV, ...]. state_v_first: initial_state and the last state are [N, HV, V, K].
+        others and errors: as of :func:`~.simple_gla.simple_gla_recurrent`.
 
     Returns:
         (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None), contiguous.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
     q, k = repeat_heads(q, k, v)
     batch, _, heads, dim_v = v.shape
     dim_qk = q.shape[-1]
     if initial_state is None:
-        count = sequence_count(batch, cu_seqlens)
-        initial_state = q.new_zeros(count, heads, dim_qk, dim_v, dtype=compute_dtype(q, k, v, *gates))
+        count = common.sequence_count(batch, cu_seqlens)
+        initial_state = q.new_zeros(count, heads, dim_qk, dim_v, dtype=common.compute_dtype(q, k, v, *gates))
     elif state_v_first:
         initial_state = initial_state.mT
-    *tokens, state = promote(q, k, v, *gates, initial_state)
+    *tokens, state = common.promote(q, k, v, *gates, initial_state)
     tokens = [rearrange(x, "b t h ... -> b h t ...") for x in tokens]
     tokens[0] = tokens[0] * (dim_qk**-0.5 if scale is None else scale)
-    o, (last,) = scan_sequences(form, tuple(tokens), (state,), cu_seqlens)
+    o, (last,) = common.scan_sequences(form, tuple(tokens), (state,), cu_seqlens)
     o = rearrange(o, "b h t v -> b t h v").to(q.dtype).contiguous()
     if not output_final_state:
         return o, None
@@ -66,11 +49,7 @@ def run_linear(
 
 
 def head_groups(q: Tensor, v: Tensor) -> int:
-    """How many heads of v [B, T, HV, V] every head of q [B, T, H, K] serves.
-
-    Raises:
-        ValueError: HV is no multiple of H.
-    """
+    """How many heads of v [B, T, HV, V] every head of q [B, T, H, K] serves; ValueError for a fraction."""
     heads, value_heads = q.shape[2], v.shape[2]
     if heads == value_heads:
         return 1
@@ -88,8 +67,25 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return repeat(q, "b t h k -> b t (h n) k", n=groups), repeat(k, "b t h k -> b t (h n) k", n=groups)
 
 
+class LinearGrads(NamedTuple):
+    """Gradients of linear attention, each in the dtype and shape of its input.
+
+    Attributes:
+        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
+        dg: that of the log decay, [B, T, HV], or [B, T, HV, K] per channel; its sum over B and T is that of a
+            decay per head.
+        dh0: that of the initial state.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dh0: Tensor
+
+
 def run_backward(
-    form: BackwardForm,
+    form: common.BackwardForm,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,15 +111,15 @@ def run_backward(
     groups = head_groups(q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens = (*repeat_heads(q, k, v), v, *gates, do)
-    shape = (sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
-    zero = q.new_zeros(shape, dtype=compute_dtype(*tokens))
+    shape = (common.sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
+    zero = q.new_zeros(shape, dtype=common.compute_dtype(*tokens))
     states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
-    *promoted, h0, ds = promote(*tokens, *states)
+    *promoted, h0, ds = common.promote(*tokens, *states)
     promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
     promoted[0] = promoted[0] * scale
-    sequences = split_sequences(promoted, (h0, ds), cu_seqlens)
-    parts = [sequence_backward(form, chunk_size, own, (s,), (ds,)) for own, (s, ds) in sequences]
-    *columns, dh0 = join_sequences(parts, len(tokens) - 1)
+    sequences = common.split_sequences(promoted, (h0, ds), cu_seqlens)
+    parts = [common.sequence_backward(form, chunk_size, own, (s,), (ds,)) for own, (s, ds) in sequences]
+    *columns, dh0 = common.join_sequences(parts, len(tokens) - 1)
     found = [rearrange(x, "b h t ... -> b t h ...") for x in columns]
     found[0] = scale * found[0]
     found[:2] = [rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in found[:2]]

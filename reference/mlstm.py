@@ -19,8 +19,6 @@ finite i starts afresh. In the equations e^{-inf - m} is 0 for every m, -inf inc
 m = -inf.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -36,15 +34,7 @@ MLSTMState = tuple[Tensor, Tensor, Tensor]
 
 @full_precision
 def mlstm_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor,
-    eps: float = 1e-6,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, MLSTMState]:
     """One token of the recurrence: the specification of the operator.
 

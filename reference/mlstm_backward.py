@@ -24,8 +24,6 @@ normalisation w = 1 and dd = 0. Where the state is empty (m_t = -inf) W, R and w
 terms of such a token are 0.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,16 +31,7 @@ import torch
 from torch import Tensor, einsum
 from torch.nn.functional import logsigmoid
 
-from .common import (
-    BackwardForm,
-    States,
-    full_precision,
-    join_sequences,
-    log_decay_gradient,
-    promote,
-    sequence_backward,
-    split_sequences,
-)
+from . import common
 from .mlstm_chunk import MLSTMChunk, mlstm_chunk
 from .mlstm_forward import first_state
 
@@ -59,34 +48,16 @@ class MLSTMGrads(NamedTuple):
     n_initial: Tensor
 
 
-def _chunk_forward(*args: Tensor, **options: Any) -> tuple[MLSTMChunk, States]:
+def _chunk_forward(*args: Tensor, **options: Any) -> tuple[MLSTMChunk, common.States]:
     """One chunk, and the state that leaves it."""
     chunk = mlstm_chunk(*args, **options)
     return chunk, (chunk.c, chunk.n, chunk.m)
 
 
-def _chunk_backward(
-    forward: MLSTMChunk,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_i: Tensor,
-    log_f: Tensor,
-    dh: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor,
-    dc: Tensor,
-    dn: Tensor,
-) -> States:
-    """dq, dk, dv, the gradients of the log gates and those of the incoming C and n, of one chunk.
-
-    Args:
-        forward: the chunk's forward terms.
-        q, k: [B, NH, L, K]. v: [B, NH, L, V]. log_i, log_f: [B, NH, L].
-        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1]. Incoming state.
-        dh: [B, NH, L, V]. dc: [B, NH, K, V]. dn: [B, NH, K]. Gradients of h and of the outgoing state.
-    """
+def _chunk_backward(forward: MLSTMChunk, *given: Tensor) -> common.States:
+    """dq, dk, dv, the gradients of the log gates and those of the incoming C and n, of one chunk, from its
+    forward terms, tokens, dh [B, NH, L, V], the incoming state and the gradients of the outgoing C and n."""
+    q, k, v, _, _, dh, c, n, _, dc, dn = given
     scale = q.shape[-1] ** -0.5
     gates, w_end = forward.gates, forward.gates[..., -1, :, None]
     r = scale * forward.inter[..., None]
@@ -103,7 +74,7 @@ def _chunk_backward(
     dq_inter = r * (einsum("bhtv,bhkv->bhtk", dnum, c) + dd[..., None] * n[..., None, :])
     dk_inter = w_end * (einsum("bhjv,bhkv->bhjk", v, dc) + dn[..., None, :])
     dk = einsum("bhtj,bhtk->bhjk", ds, q) + dk_inter
-    dlog_f = log_decay_gradient(
+    dlog_f = common.log_decay_gradient(
         ds * products,
         (q * dq_inter).sum(-1),
         (k * dk_inter).sum(-1),
@@ -120,7 +91,7 @@ def _chunk_backward(
     )
 
 
-@full_precision
+@common.full_precision
 def mlstm_backward(
     q: Tensor,
     k: Tensor,
@@ -143,28 +114,28 @@ def mlstm_backward(
     """Exact gradients of mLSTM by the explicit formulas.
 
     Args:
-        q, k: [B, NH, S, K]. v: [B, NH, S, V]. i, f: [B, NH, S] pre-activations.
-        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], not used by the sigmoid gate.
-            N is B, or the number of sequences with ``cu_seqlens``.
         dh: [B, NH, S, V] gradient of h.
         dc_last: [N, NH, K, V]. dn_last: [N, NH, K]. Gradients of the last state; None is zero.
-        eps, chunk_size: as in the forward; the result does not depend on ``chunk_size``.
-        sigmoid_gate: mLSTMsig instead of mLSTMexp.
+        sigmoid_gate: mLSTMsig instead of mLSTMexp, which does not use m_initial.
         normalize: as in mLSTMsig; False ignores n_initial and dn_last.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+        others: as of :func:`~.mlstm.mlstm_chunkwise`; the result does not depend on ``chunk_size``.
     """
     tokens = (q, k, v, i, f)
     c, n, m = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)
     dc = torch.zeros_like(c) if dc_last is None else dc_last
     dn = torch.zeros_like(n) if dn_last is None or not normalize else dn_last
-    *operands, wide_i, wide_f, wide_dh, wide_c, wide_n, wide_m, dc, dn = promote(*tokens, dh, c, n, m, dc, dn)
+    *operands, wide_i, wide_f, wide_dh, wide_c, wide_n, wide_m, dc, dn = common.promote(
+        *tokens, dh, c, n, m, dc, dn
+    )
     gates = (logsigmoid(wide_i) if sigmoid_gate else wide_i), logsigmoid(wide_f)
     options = {"stabilise": not sigmoid_gate, "normalize": normalize, "eps": eps}
-    form = BackwardForm(partial(_chunk_forward, **options), _chunk_backward)
+    form = common.BackwardForm(partial(_chunk_forward, **options), _chunk_backward)
     states = (wide_c, wide_n, wide_m, dc, dn)
-    sequences = split_sequences((*operands, *gates, wide_dh), states, cu_seqlens)
-    parts = [sequence_backward(form, chunk_size, own, state[:3], state[3:]) for own, state in sequences]
-    dq, dk, dv, di, df, dc, dn = join_sequences(parts, len(tokens))
+    sequences = common.split_sequences((*operands, *gates, wide_dh), states, cu_seqlens)
+    parts = [
+        common.sequence_backward(form, chunk_size, own, state[:3], state[3:]) for own, state in sequences
+    ]
+    dq, dk, dv, di, df, dc, dn = common.join_sequences(parts, len(tokens))
     di = di * torch.sigmoid(-wide_i) if sigmoid_gate else di
     grads = dq, dk, dv, di, df * torch.sigmoid(-wide_f), dc, dn
     return MLSTMGrads(*(g.to(x.dtype) for g, x in zip(grads, (*tokens, c, n), strict=True)))

@@ -1,7 +1,5 @@
 """One chunk of the mLSTM: what the chunkwise form, the parallel form and the backward formulas share."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

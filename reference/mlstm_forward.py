@@ -1,8 +1,6 @@
 """Forward of mLSTMexp and mLSTMsig: over chunks with the terms per token that a backward needs, and token by
 token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .common import (
-    States,
-    Step,
-    compute_dtype,
-    full_precision,
-    promote,
-    scan_sequences,
-    scan_tokens,
-    sequence_count,
-    split_chunks,
-    split_sequences,
-)
+from . import common
 from .mlstm_chunk import MLSTMChunk, mlstm_chunk
 
 Initial = tuple[Tensor | None, Tensor | None, Tensor | None]  # c, n, m
@@ -39,7 +26,7 @@ class MLSTMForward(NamedTuple):
     m_t: Tensor  #: [B, NH, S] stabiliser of every token, -inf of an empty state, 0 with the sigmoid gate
 
 
-@full_precision
+@common.full_precision
 def mlstm_forward_terms(
     q: Tensor,
     k: Tensor,
@@ -67,9 +54,9 @@ def mlstm_forward_terms(
     """
     tokens = (q, k, v, i, f)
     state = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)
-    promoted = promote(*tokens, *state)
+    promoted = common.promote(*tokens, *state)
     hs, ds, m_ts, lasts = [], [], [], []
-    for own_tokens, own_state in split_sequences(promoted[:5], promoted[5:], cu_seqlens):
+    for own_tokens, own_state in common.split_sequences(promoted[:5], promoted[5:], cu_seqlens):
         for chunk in scan_mlstm(
             own_tokens, own_state, eps, chunk_size, sigmoid_gate=sigmoid_gate, normalize=normalize
         ):
@@ -86,34 +73,28 @@ def mlstm_forward_terms(
 
 
 def mlstm_by_token(
-    step: Step,
-    tokens: States,
+    step: common.Step,
+    tokens: common.States,
     initial: Initial,
     cu_seqlens: Tensor | None,
     *,
     sigmoid_gate: bool = False,
     normalize: bool = True,
 ) -> tuple[Tensor, Any]:
-    """h in q's dtype and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        step: of one token. tokens: q, k, v, i, f. Others as of :func:`mlstm_forward_terms`.
-    """
+    """h in q's dtype and the last state, (c, n, m) or with the sigmoid gate (c, n). step: of one token.
+    tokens: q, k, v, i, f. Others as of :func:`mlstm_forward_terms`."""
     state = first_state(tokens, initial, cu_seqlens, sigmoid_gate, normalize)
     *operands, i, f = tokens
-    promoted = promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
-    h, last = scan_sequences(partial(scan_tokens, step), promoted[:5], promoted[5:], cu_seqlens)
+    promoted = common.promote(*operands, i[..., None], f[..., None], *(state[:2] if sigmoid_gate else state))
+    h, last = common.scan_sequences(partial(common.scan_tokens, step), promoted[:5], promoted[5:], cu_seqlens)
     return h.to(tokens[0].dtype), last
 
 
 def first_state(
-    tokens: States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
+    tokens: common.States, initial: Initial, cu_seqlens: Tensor | None, sigmoid_gate: bool, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation.
-
-    Raises:
-        ValueError: some of those that count are given, and others are not.
-    """
+    """(c, n, m) as given, or zeros; m is zeros with the sigmoid gate, n without normalisation. ValueError:
+    some of those that count are given, and others are not."""
     q, _, v, *_ = tokens
     counting = (True, normalize, not sigmoid_gate)
     given = ["cnm"[place] for place in range(3) if counting[place] and initial[place] is not None]
@@ -122,8 +103,8 @@ def first_state(
         raise ValueError(
             f"initial states: expected {expected} together or none of them, got only {', '.join(given)}"
         )
-    count, heads, dim_qk = sequence_count(q.shape[0], cu_seqlens), q.shape[1], q.shape[-1]
-    dtype = compute_dtype(*tokens)
+    count, heads, dim_qk = common.sequence_count(q.shape[0], cu_seqlens), q.shape[1], q.shape[-1]
+    dtype = common.compute_dtype(*tokens)
     c, n, m = (
         x if x is not None and counts else q.new_zeros(count, heads, *dims, dtype=dtype)
         for x, counts, dims in zip(initial, counting, ((dim_qk, v.shape[-1]), (dim_qk,), (1,)), strict=True)
@@ -132,17 +113,14 @@ def first_state(
 
 
 def scan_mlstm(
-    tokens: States, state: States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
+    tokens: common.States, state: common.States, eps: float, size: int, *, sigmoid_gate: bool, normalize: bool
 ) -> Iterator[MLSTMChunk]:
-    """The chunks of one sequence, first to last; none for a sequence without tokens.
-
-    Args:
-        tokens: q, k, v, i, f. state: c, n, m before the first token. All of one dtype.
-        size: tokens per chunk; the last chunk may be shorter.
-    """
+    """The chunks of one sequence, first to last; none for a sequence without tokens. tokens: q, k, v, i,
+    f. state: c, n, m before the first token. All of one dtype. size: tokens per chunk; the last chunk may
+    be shorter."""
     *operands, i, f = tokens
     gates = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
-    for piece in split_chunks((*operands, *gates), size):
+    for piece in common.split_chunks((*operands, *gates), size):
         chunk = mlstm_chunk(*piece, *state, stabilise=not sigmoid_gate, normalize=normalize, eps=eps)
         yield chunk
         state = chunk[-3:]

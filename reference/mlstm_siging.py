@@ -11,8 +11,6 @@ Both gates are at most 1: no stabiliser. Without normalisation there is no n: an
 last n is zeros (mlstm_kernels 2.0.6 returns uninitialised memory there).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -39,10 +37,8 @@ def mlstm_siging_step(
     """One token of the recurrence: the specification of the operator.
 
     Args:
-        q, k: [B, NH, K]. v: [B, NH, V]. Any float dtype.
-        i, f: [B, NH, 1] gate pre-activations.
-        c: [B, NH, K, V]. n: [B, NH, K], passed through if ``normalize`` is False.
-        eps: added to the normaliser after the maximum.
+        q, k, v, i, f, c, eps: as of :func:`~.mlstm.mlstm_step`.
+        n: [B, NH, K], passed through if ``normalize`` is False.
         normalize: divide by the normaliser.
 
     Returns:
@@ -80,21 +76,13 @@ def mlstm_siging_recurrent(
     """mLSTMsig token by token.
 
     Args:
-        q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
-        i, f: [B, NH, S] gate pre-activations.
-        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. Both or none (zeros), except that n_initial is
-            ignored if ``normalize`` is False; N is B, or the number of sequences with ``cu_seqlens``.
-        return_last_states: also return the state after the last token.
-        eps: added to the normaliser after the maximum.
+        c_initial, n_initial: both or none (zeros); n_initial is ignored if ``normalize`` is False.
         normalize: divide by the normaliser.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+        others and errors: as of :func:`~.mlstm.mlstm_recurrent`.
 
     Returns:
         h [B, NH, S, V] in q's dtype, or (h, (c, n)) with states of at least fp32; n is zeros if ``normalize``
         is False.
-
-    Raises:
-        ValueError: only one initial state, or ``cu_seqlens`` that does not fit.
     """
     step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
     initial = c_initial, n_initial, None

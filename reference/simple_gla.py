@@ -7,25 +7,14 @@ Source: Yang et al., "Gated Linear Attention" (2024); Sun et al., "Retentive Net
     o_t = s q_t^T S_t
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, einsum
+from torch import Tensor
 
-from .common import (
-    BackwardForm,
-    States,
-    full_precision,
-    in_one_chunk,
-    log_decay_gradient,
-    scan_chunks,
-    scan_tokens,
-    segment_sum,
-)
-from .linear import run_backward, run_linear
+from .common import BackwardForm, full_precision, in_one_chunk, scan_chunks, scan_tokens
+from .decay import linear_chunk, linear_chunk_backward, linear_step
+from .linear import LinearGrads, run_backward, run_linear
 
 
 @full_precision
@@ -61,7 +50,7 @@ def simple_gla_recurrent(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-    form = partial(scan_tokens, simple_gla_step)
+    form = partial(scan_tokens, linear_step)
     gates = (log_decay(v, g, g_gamma),)
     return run_linear(
         form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
@@ -88,7 +77,7 @@ def simple_gla_chunkwise(
     Arguments, result and errors as in :func:`simple_gla_recurrent`; ``chunk_size`` is any positive number of
     tokens and the last chunk may be shorter.
     """
-    form = partial(scan_chunks, simple_gla_chunk, chunk_size)
+    form = partial(scan_chunks, linear_chunk, chunk_size)
     gates = (log_decay(v, g, g_gamma),)
     return run_linear(
         form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
@@ -104,42 +93,10 @@ simple_gla_parallel = in_one_chunk(
 )
 
 
-def simple_gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
-    """One token, q scaled: q, k [B, H, K], v [B, H, V], g [B, H], s [B, H, K, V]."""
-    s = torch.exp(g)[..., None, None] * s + einsum("bhk,bhv->bhkv", k, v)
-    return einsum("bhk,bhkv->bhv", q, s), (s,)
-
-
-def simple_gla_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
-    """One chunk, q scaled: q, k [B, H, L, K], v [B, H, L, V], g [B, H, L], s [B, H, K, V]."""
-    decay = torch.exp(segment_sum(g))
-    through = torch.exp(g.cumsum(-1))
-    scores = einsum("bhtk,bhjk->bhtj", q, k) * decay
-    o = einsum("bhtj,bhjv->bhtv", scores, v) + through[..., None] * einsum("bhtk,bhkv->bhtv", q, s)
-    k_end = decay[..., -1, :, None] * k
-    return o, (through[..., -1, None, None] * s + einsum("bhjk,bhjv->bhkv", k_end, v),)
-
-
 def log_decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
     """The log decay [B, T, HV] that g and g_gamma stand for."""
     decay = torch.zeros_like(v[..., 0]) if g is None else g
     return decay if g_gamma is None else decay + g_gamma
-
-
-class SimpleGLAGrads(NamedTuple):
-    """Gradients of :func:`simple_gla_recurrent`, each in the dtype and shape of its input.
-
-    Attributes:
-        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
-        dg: [B, T, HV] gradient of the log decay of every token; that of g_gamma is its sum over B and T.
-        dh0: [N, HV, K, V] gradient of the initial state, [N, HV, V, K] with ``state_v_first``.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dg: Tensor
-    dh0: Tensor
 
 
 @full_precision
@@ -157,7 +114,7 @@ def simple_gla_backward(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     state_v_first: bool = False,
-) -> SimpleGLAGrads:
+) -> LinearGrads:
     """Exact gradients by the explicit formulas, chunk by chunk.
 
     In a chunk with b = cumsum(g), E_tj = e^{b_t - b_j} for j <= t and else 0, S the state that enters it, dS
@@ -172,40 +129,14 @@ def simple_gla_backward(
 
     Args:
         do: [B, T, HV, V] gradient of o. dht: gradient of the last state, shaped like it; None is zero.
-        others: as in :func:`simple_gla_recurrent`; the result does not depend on ``chunk_size``.
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+        others and errors: as of :func:`simple_gla_recurrent`; the result does not depend on ``chunk_size``.
     """
-    form = BackwardForm(simple_gla_chunk, _chunk_backward)
+    form = BackwardForm(linear_chunk, linear_chunk_backward)
     gates = (log_decay(v, g, g_gamma),)
     found = run_backward(
         form, q, k, v, gates, do, dht, scale, initial_state, cu_seqlens, chunk_size, state_v_first
     )
-    return SimpleGLAGrads(*found)
-
-
-def _chunk_backward(
-    _: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
-) -> States:
-    """dq, dk, dv, dg and the gradient of the state that enters, of one chunk with q scaled."""
-    decay = torch.exp(segment_sum(g))
-    through = torch.exp(g.cumsum(-1))[..., None]
-    to_end = decay[..., -1, :, None]
-    scores = decay * einsum("bhtk,bhjk->bhtj", q, k)
-    products = einsum("bhtv,bhjv->bhtj", do, v)
-    dscores = decay * products
-    of_reads = through * einsum("bhtv,bhkv->bhtk", do, s)
-    of_writes = to_end * einsum("bhjv,bhkv->bhjk", v, ds)
-    dv = scores.mT @ do + to_end * (k @ ds)
-    end = through[..., -1:, :]
-    dg = log_decay_gradient(
-        scores * products,
-        (q * of_reads).sum(-1),
-        (k * of_writes).sum(-1),
-        (end * s * ds).sum((-1, -2)),
-    )
-    return dscores @ k + of_reads, dscores.mT @ q + of_writes, dv, dg, end * ds + (through * q).mT @ do
+    return LinearGrads(*found)
 
 
 def retention_log_decay(

@@ -23,8 +23,6 @@ models that call FLA's functions, tfla_tk.serving has the calls of vLLM and SGLa
 operator in pure PyTorch.
 """
 
-from __future__ import annotations
-
 from tfla_tk import _first as _first
 from tfla_tk import ops as ops
 from tfla_tk.core.dispatch import which

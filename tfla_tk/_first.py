@@ -1,7 +1,5 @@
 """What has to be done before anything else of the package is imported."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Exit status: 0 done, 1 failed (the message says why and what to do), 2 wrong usage, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json
@@ -62,32 +60,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tfla_tk {tfla_tk.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    command = commands.add_parser(
-        "doctor", help="what this machine offers, and the backend each operator would use"
-    )
+    told = "what this machine offers, and the backend each operator would use"
+    command = commands.add_parser("doctor", help=told)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("build", help="compile the kernels ahead of their first call")
-    command.add_argument("--match", default="*", metavar="GLOB", help="only the instances of this name")
-    command.add_argument(
-        "--dtype", choices=("bf16", "fp16"), help="only the kernels of this dtype (default: both)"
-    )
-    command.add_argument(
-        "--all", action="store_true", help="also the sequential kernels, which measurements alone take"
-    )
-    command.add_argument(
-        "--jobs",
-        type=compare.argument(compare.positive),
-        help="compiler processes at a time (default: the CPU cores)",
-    )
-    command.add_argument("--list", action="store_true", help="print the names and compile nothing")
-    command.add_argument(
-        "--sass", type=Path, metavar="DIR", help="write cubin, SASS and ptxas log there instead"
-    )
-    command.add_argument(
-        "--copy", type=Path, metavar="DIR", help="copy what is compiled there, for a wheel (`make wheel`)"
-    )
+    add, jobs = command.add_argument, compare.argument(compare.positive)
+    add("--match", default="*", metavar="GLOB", help="only the instances of this name")
+    add("--dtype", choices=("bf16", "fp16"), help="only the kernels of this dtype (default: both)")
+    add("--all", action="store_true", help="also the sequential kernels, which measurements alone take")
+    add("--jobs", type=jobs, help="compiler processes at a time (default: the CPU cores)")
+    add("--list", action="store_true", help="print the names and compile nothing")
+    add("--sass", type=Path, metavar="DIR", help="write cubin, SASS and ptxas log there instead")
+    add("--copy", type=Path, metavar="DIR", help="copy what is compiled there, for a wheel (`make wheel`)")
     command.set_defaults(run=_build)
 
     command = commands.add_parser("compare", help="time the backends side by side")
@@ -108,7 +94,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     known = build.all_instances() if arguments.all else build.shipped_instances()
-    chosen = [instance for instance in known if _is_wanted(instance, arguments)]
+    of_dtype = [x for x in known if x.dtype in ("", arguments.dtype or x.dtype)]
+    chosen = [x for x in of_dtype if fnmatch.fnmatch(x.name, arguments.match)]
     if known and not chosen:
         raise UsageError(f"no kernel is named {arguments.match!r}; `tfla-tk build --list` prints the names")
     if arguments.list:
@@ -121,7 +108,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.copy is None:
         artifacts = [artifact for artifact in artifacts if prebuilt.find(artifact) is None]
     console = Console()
-    with _progress(console) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(chosen if arguments.sass else artifacts))
 
         def done(count: int, line: str) -> None:
@@ -143,18 +131,6 @@ def _build(arguments: argparse.Namespace) -> int:
         prebuilt.write(arguments.copy, build.find_toolchain().version, files)
     console.print(f"{len(chosen)} kernels ready", highlight=False)
     return 0
-
-
-def _is_wanted(instance: build.Instance, arguments: argparse.Namespace) -> bool:
-    return fnmatch.fnmatch(instance.name, arguments.match) and instance.dtype in (
-        "",
-        arguments.dtype or instance.dtype,
-    )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 def _built_line(built: build.Built) -> str:

@@ -4,35 +4,23 @@ Signatures follow mlstm_kernels' step functions; its tile parameters are not tak
 written once (docs/decode.md).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm_sequence, check_mlstm_step
+from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
 _OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
-_step = CallPath("mlstm_step", _TENSORS, _OPTIONS, check_mlstm_step)
-_sequence = CallPath("mlstm_sequence", _TENSORS, _OPTIONS, check_mlstm_sequence)
+_AS_GIVEN: dict[str, Any] = {"cast": 0, "strided": False, "layout": ""}
+_step = CallPath("mlstm_step", _TENSORS, _OPTIONS, check_mlstm_step, **_AS_GIVEN)
+_sequence = CallPath("mlstm_sequence", _TENSORS, _OPTIONS, check_mlstm_sequence, **_AS_GIVEN)
 
 
-def _description(path: CallPath, sigmoid_gate: bool) -> Callable[..., tuple[str, MLSTMCall]]:
-    """What `which` makes of a public function's arguments."""
-
-    def describe(**arguments: Any) -> tuple[str, MLSTMCall]:
-        fixed = {"m": None} if sigmoid_gate else {"normalize": True}
-        return path.describe(sigmoid_gate=sigmoid_gate, **fixed, **arguments)
-
-    return describe
-
-
-@operator(_description(_step, sigmoid_gate=False))
+@operator
 def mlstm_step(
     q: Tensor,
     k: Tensor,
@@ -81,7 +69,7 @@ def mlstm_step(
     return h, (c, n, m)
 
 
-@operator(_description(_step, sigmoid_gate=True))
+@operator
 def mlstm_siging_step(
     q: Tensor,
     k: Tensor,
@@ -113,7 +101,7 @@ def mlstm_siging_step(
     return h, (c, n)
 
 
-@operator(_description(_sequence, sigmoid_gate=False))
+@operator
 def mlstm_sequence(
     q: Tensor,
     k: Tensor,
@@ -156,7 +144,7 @@ def mlstm_sequence(
     return h, (c, n, m)
 
 
-@operator(_description(_sequence, sigmoid_gate=True))
+@operator
 def mlstm_siging_sequence(
     q: Tensor,
     k: Tensor,

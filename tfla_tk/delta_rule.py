@@ -4,15 +4,13 @@ Signatures follow fla 0.6.0's; of its further keywords use_gate_in_kernel, A_log
 taken.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.calls.delta_rule import DeltaRuleCall, check_delta_rule
+from tfla_tk.calls.delta_rule import check_delta_rule
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
@@ -20,43 +18,13 @@ from tfla_tk.core.plan import CallPath
 
 _TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "state_v_first",
-    "chunk_size",
-    "gated",
-    "backend",
+    *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "chunk_size", "gated", "backend"),
 )
-_path = CallPath(
-    "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
-)
-# what the checks get of a function that has none of these
-WITHOUT_GATE = {
-    "g": None,
-    "A_log": None,
-    "dt_bias": None,
-    "use_gate_in_kernel": False,
-    "use_beta_sigmoid_in_kernel": False,
-    "allow_neg_eigval": False,
-    "state_v_first": False,
-    "gated": False,
-}
+_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule)
 
 
-def _describe_delta_rule(**arguments: Any) -> tuple[str, DeltaRuleCall]:
-    return _path.describe(**arguments, **WITHOUT_GATE)
-
-
-def _describe_gated(*, chunk_indices: Any, cp_context: Any, **arguments: Any) -> tuple[str, DeltaRuleCall]:
-    check_no_context(cp_context)
-    return _path.describe(**arguments, gated=True)
-
-
-@operator(_describe_delta_rule)
+@operator
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -96,7 +64,7 @@ def chunk_delta_rule(
     )
 
 
-@operator(_describe_gated)
+@operator
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

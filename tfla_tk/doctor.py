@@ -1,7 +1,5 @@
 """What this machine offers (GPU, compilers, libraries), and the backend that each operator would use."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import shutil
@@ -69,9 +67,13 @@ def render(found: dict[str, Any]) -> str:
         text = _text(version, lambda version: version or "not installed")
         lacks_triton = name in _ON_TRITON and version and found["libraries"]["triton"] is None
         lines.append(_line(name, f"{text} (installed, but it needs triton)" if lacks_triton else text))
-    lines += [_line(name, _text(found[name], _found_text)) for name in ("nvcc", "thunderkittens")]
+    place = "{path} ({version}; found by {found_by})".format_map
+    lines += [_line(name, _text(found[name], place)) for name in ("nvcc", "thunderkittens")]
     lines.append(_line("kernels", _text(found["prebuilt"], _prebuilt_text)))
-    lines.append(_line("cache", _text(found["cache"], _cache_text)))
+    state = "{path} ({writable}writable, {modules} compiled files)".format_map
+    lines.append(
+        _line("cache", _text(found["cache"], lambda x: state(x | {"writable": "not " * (not x["writable"])})))
+    )
     lines += [_line(name, value) for name, value in found["environment"].items() if value]
     # those of the same verdicts one below the other, then the verdicts
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -105,20 +107,11 @@ def _gpu_text(gpu: dict[str, str]) -> str:
     return f"{gpu['name']}, compute capability {gpu['compute_cap']}{hopper}, driver {gpu['driver_version']}"
 
 
-def _found_text(entry: dict[str, str]) -> str:
-    return f"{entry['path']} ({entry['version']}; found by {entry['found_by']})"
-
-
 def _prebuilt_text(entry: dict[str, Any]) -> str:
     if not entry["kernels"]:
         return "none came with the package; each is compiled on its first call"
     came = f"{entry['kernels']} of {entry['of']} came with the package, compiled by CUDA {entry['cuda']}"
     return came if entry["kernels"] == entry["of"] else f"{came}; others are compiled on their first call"
-
-
-def _cache_text(entry: dict[str, Any]) -> str:
-    state = "writable" if entry["writable"] else "not writable"
-    return f"{entry['path']} ({state}, {entry['modules']} compiled files)"
 
 
 def _text(value: Any, tell: Callable[[Any], str]) -> str:
@@ -185,14 +178,11 @@ def _cache() -> dict[str, Any]:
 
 
 def _choices(name: str) -> dict[str, dict[str, Any]]:
-    uses: dict[str, dict[str, Any]] = {}
-    for use, requires_grad in (("inference", False), ("training", True)):
-        uses[use] = _told(_choice, name, requires_grad)
-    return uses
+    return {use: _told(_choice, name, use) for use in ("inference", "training")}
 
 
-def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
-    choice = which(name, *_example(name, requires_grad))
+def _choice(name: str, use: str) -> dict[str, Any]:
+    choice = which(name, *_example(name, requires_grad=use == "training"))
     on_gpu = torch.cuda.is_available()
     # without a GPU it alone counts: what else a refusal tells is of the example, which then lies on the CPU
     reasons = {
@@ -260,7 +250,7 @@ EXAMPLES: dict[str, tuple[str | int, ...]] = {
 }
 
 
-def _example(name: str, requires_grad: bool) -> list[Any]:
+def _example(name: str, *, requires_grad: bool) -> list[Any]:
     """The arguments of a small call: one batch entry, one head, 64 tokens, or of decoding 8 or one; head dims
     128 and 256 of mLSTM, else 128 and 128."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -4,8 +4,6 @@ The package reads the environment through this module only. An empty value count
 ``python -m tfla_tk doctor`` prints the values in force.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,13 +50,8 @@ VARIABLES = tuple(found for found in list(globals().values()) if isinstance(foun
 
 
 def cache_dir() -> Path:
-    """The cache directory: TFLA_TK_CACHE_DIR, or tfla_tk below XDG_CACHE_HOME or ~/.cache.
-
-    It is not created here.
-
-    Raises:
-        RuntimeError: it lies below the home directory, and there is none.
-    """
+    """The cache directory: TFLA_TK_CACHE_DIR, or tfla_tk below XDG_CACHE_HOME or ~/.cache. It is not
+    created here. RuntimeError: it lies below the home directory, and there is none."""
     chosen, base = CACHE_DIR.get(), XDG_CACHE_HOME.get()
     try:
         if chosen:
@@ -72,10 +65,7 @@ def cache_dir() -> Path:
 
 def refuses_slow_kernels() -> bool:
     """Whether a kernel whose matrix products ptxas serialises is an error (TFLA_TK_PTXAS_GATE).
-
-    Raises:
-        ValueError: TFLA_TK_PTXAS_GATE is neither on nor off.
-    """
+    ValueError: TFLA_TK_PTXAS_GATE is neither on nor off."""
     value = PTXAS_GATE.get() or "on"
     if value not in ("on", "off"):
         raise ValueError(f"{PTXAS_GATE.name}: expected on or off, got {value!r}")
@@ -83,11 +73,8 @@ def refuses_slow_kernels() -> bool:
 
 
 def build_jobs() -> int:
-    """How many compiler processes may run at a time (TFLA_TK_JOBS, or the usable CPU cores).
-
-    Raises:
-        ValueError: TFLA_TK_JOBS is no positive integer.
-    """
+    """How many compiler processes may run at a time (TFLA_TK_JOBS, or the usable CPU cores). ValueError:
+    TFLA_TK_JOBS is no positive integer."""
     value = JOBS.get()
     if value is None:
         # Linux alone tells which cores a process may use

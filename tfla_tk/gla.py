@@ -1,7 +1,5 @@
 """Gated linear attention: the public function, with fla 0.6.0's signature."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from tfla_tk.calls.gla import check_gla
@@ -14,13 +12,10 @@ _path = CallPath(
     ("q", "k", "v", "g", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
     ("scale", "output_final_state", "state_v_first", "backend"),
     check_gla,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
 )
 
 
-@operator(_path.describe)
+@operator
 def chunk_gla(
     q: Tensor,
     k: Tensor,

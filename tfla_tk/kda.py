@@ -3,14 +3,12 @@
 Of its further keywords A_log, dt_bias and chunk_size are taken.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.kda import KDACall, check_kda
+from tfla_tk.calls.kda import check_kda
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
@@ -20,41 +18,17 @@ from tfla_tk.delta_rule import check_no_context, checking
 _TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 # those of a call token by token, and those of a chunkwise one beside them
 OPTIONS = (
-    "scale",
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "lower_bound",
-    "state_v_first",
+    *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first"),
 )
 _CHUNK_OPTIONS = (
-    "safe_gate",
-    "disable_recompute",
-    "return_intermediate_states",
-    "use_graph",
-    "max_num_seqs",
-    "chunk_size",
+    *("safe_gate", "disable_recompute", "return_intermediate_states"),
+    *("use_graph", "max_num_seqs", "chunk_size"),
 )
-_path = CallPath(
-    "kda",
-    _TENSORS,
-    (*OPTIONS, *_CHUNK_OPTIONS, "backend"),
-    check_kda,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
-)
+_path = CallPath("kda", _TENSORS, (*OPTIONS, *_CHUNK_OPTIONS, "backend"), check_kda)
 
 
-def _describe(*, cp_context: Any, **arguments: Any) -> tuple[str, KDACall]:
-    check_no_context(cp_context)
-    _check_inference(arguments["return_intermediate_states"])
-    return _path.describe(**arguments)
-
-
-@operator(_describe)
+@operator
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -127,23 +101,16 @@ def chunk_kda(
     """
     if cp_context is not None:
         check_no_context(cp_context)
-    if return_intermediate_states:
-        _check_inference(return_intermediate_states)
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        fail("return_intermediate_states", "False outside of torch.inference_mode()", True)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     of_chunks = safe_gate, disable_recompute, return_intermediate_states, use_graph, max_num_seqs, chunk_size
-    result: tuple[Any, ...] = _path.serve(
+    return _path.serve(
         "chunk_kda",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
         (scale, output_final_state, *flags, lower_bound, state_v_first, *of_chunks, backend),
     )
-    return result
 
 
 check_chunk_kda = checking(chunk_kda, _path)
-
-
-def _check_inference(return_intermediate_states: Any) -> None:
-    """ValueError where the states between chunks are asked for and a gradient may be."""
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        fail("return_intermediate_states", "False outside of torch.inference_mode()", True)

@@ -3,49 +3,27 @@
 Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile parameters are not taken.
 """
 
-from __future__ import annotations
-
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
+from tfla_tk.calls.mlstm import check_mlstm
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
 SigState: TypeAlias = tuple[Tensor, Tensor]
 
-_chunkwise = CallPath(
-    "mlstm",
-    ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens"),
-    (
-        "sigmoid_gate",
-        "normalize",
-        "return_last_states",
-        "eps",
-        "chunk_size",
-        "recompute_states_in_bw",
-        "autocast_kernel_dtype",
-        "backend",
-    ),
-    check_mlstm,
-    cast=3,
-    strided=True,
-    layout="[B, NH, S, DHQK]",
+_OPTIONS = (
+    *("sigmoid_gate", "normalize", "return_last_states", "eps", "chunk_size"),
+    *("recompute_states_in_bw", "autocast_kernel_dtype", "backend"),
 )
+_TENSORS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
+_chunkwise = CallPath("mlstm", _TENSORS, _OPTIONS, check_mlstm, layout="[B, NH, S, DHQK]")
 
 
-def _describe_exp(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return _chunkwise.describe(sigmoid_gate=False, normalize=True, **arguments)
-
-
-def _describe_sig(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return _chunkwise.describe(sigmoid_gate=True, **arguments)
-
-
-@operator(_describe_exp)
+@operator
 def mlstm_chunkwise(
     q: Tensor,
     k: Tensor,
@@ -131,7 +109,7 @@ def mlstm_chunkwise(
     return h, (c, n, m)
 
 
-@operator(_describe_sig)
+@operator
 def mlstm_siging_chunkwise(
     q: Tensor,
     k: Tensor,

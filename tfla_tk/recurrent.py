@@ -4,8 +4,6 @@ Each computes what the chunkwise function of its family computes. A backend take
 tokens; a call with gradients, or with many tokens, is computed chunkwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +47,7 @@ class _Path(CallPath):
         def check_call(**arguments: Any) -> LinearCall:
             return check_recurrent(partial(check, cu_seqlens_cpu=None, **fixed), **arguments)
 
-        super().__init__(chunkwise.name, tensors, options, check_call, cast=3, strided=True)
+        super().__init__(chunkwise.name, tensors, options, check_call, layout="")
 
     def _make_plan(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> Plan:
         plan = super()._make_plan(op, tensors, options, eager=eager)
@@ -64,40 +62,7 @@ _delta_rule = _Path(delta_rule._path, check_delta_rule)
 _kda = _Path(kda._path, check_kda, kda.OPTIONS)
 
 
-def _describe_gla(*, gk: Any, gv: Any, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(gv=gv, reverse=reverse)
-    return _gla.describe(g=gk, **arguments)
-
-
-def _describe_simple_gla(*, reverse: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(reverse=reverse)
-    return _simple_gla.describe(chunk_size=None, **arguments)
-
-
-def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
-    g_gamma = simple_gla.decay_of_heads(arguments["v"])
-    return _describe_simple_gla(g=None, g_gamma=g_gamma, **arguments)
-
-
-def _describe_delta_rule(*, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    beta = _given(beta, arguments["v"], 1.0)
-    without_gate = delta_rule.WITHOUT_GATE
-    return _delta_rule.describe(beta=beta, chunk_size=None, **without_gate, **arguments)
-
-
-def _describe_gated(*, g: Any, gk: Any, gv: Any, beta: Any, **arguments: Any) -> tuple[str, LinearCall]:
-    _check_none(gk=gk, gv=gv)
-    v = arguments["v"]
-    return _delta_rule.describe(
-        g=g if arguments["use_gate_in_kernel"] else _given(g, v, 0.0),
-        beta=_given(beta, v, 1.0),
-        chunk_size=None,
-        gated=True,
-        **arguments,
-    )
-
-
-@operator(_describe_gla)
+@operator
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -129,15 +94,14 @@ def fused_recurrent_gla(
         others, result and errors: as in `chunk_gla`.
     """
     _check_none(gv=gv, reverse=reverse)
-    result: Result = _gla.serve(
+    return _gla.serve(
         "fused_recurrent_gla",
         (q, k, v, gk, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, inplace, backend),
     )
-    return result
 
 
-@operator(_describe_simple_gla)
+@operator
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -163,15 +127,14 @@ def fused_recurrent_simple_gla(
         others, result and errors: as in `chunk_simple_gla`.
     """
     _check_none(reverse=reverse)
-    result: Result = _simple_gla.serve(
+    return _simple_gla.serve(
         "fused_recurrent_simple_gla",
         (q, k, v, g, g_gamma, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, None, inplace, backend),
     )
-    return result
 
 
-@operator(_describe_retention)
+@operator
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,
@@ -196,15 +159,14 @@ def fused_recurrent_retention(
         others, result and errors: as in `chunk_retention`.
     """
     _check_none(reverse=reverse)
-    result: Result = _simple_gla.serve(
+    return _simple_gla.serve(
         "fused_recurrent_retention",
         (q, k, v, None, simple_gla.decay_of_heads(v), initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, state_v_first, None, inplace, backend),
     )
-    return result
 
 
-@operator(_describe_delta_rule)
+@operator
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -227,27 +189,15 @@ def fused_recurrent_delta_rule(
         state_indices, inplace: as in `fused_recurrent_gla`.
         others, result and errors: as in `chunk_delta_rule`.
     """
-    result: Result = _delta_rule.serve(
+    flags = use_qk_l2norm_in_kernel, False, False, False
+    return _delta_rule.serve(
         "fused_recurrent_delta_rule",
         (q, k, v, None, _given(beta, v, 1.0), None, None, initial_state, cu_seqlens, state_indices),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            False,
-            False,
-            False,
-            False,
-            None,
-            False,
-            inplace,
-            backend,
-        ),
+        (scale, output_final_state, *flags, False, None, False, inplace, backend),
     )
-    return result
 
 
-@operator(_describe_gated)
+@operator
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -283,38 +233,16 @@ def fused_recurrent_gated_delta_rule(
         others, result and errors: as in `chunk_gated_delta_rule`.
     """
     _check_none(gk=gk, gv=gv)
-    result: Result = _delta_rule.serve(
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    gates = g if use_gate_in_kernel else _given(g, v, 0.0), _given(beta, v, 1.0)
+    return _delta_rule.serve(
         "fused_recurrent_gated_delta_rule",
-        (
-            q,
-            k,
-            v,
-            g if use_gate_in_kernel else _given(g, v, 0.0),
-            _given(beta, v, 1.0),
-            A_log,
-            dt_bias,
-            initial_state,
-            cu_seqlens,
-            state_indices,
-        ),
-        (
-            scale,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            state_v_first,
-            None,
-            True,
-            inplace,
-            backend,
-        ),
+        (q, k, v, *gates, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
+        (scale, output_final_state, *flags, state_v_first, None, True, inplace, backend),
     )
-    return result
 
 
-@operator(_kda.describe)
+@operator
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -345,12 +273,11 @@ def fused_recurrent_kda(
         others, result and errors: as in `chunk_kda`.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    result: Result = _kda.serve(
+    return _kda.serve(
         "fused_recurrent_kda",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_indices),
         (scale, output_final_state, *flags, lower_bound, state_v_first, inplace, backend),
     )
-    return result
 
 
 def _given(value: Any, v: Any, default: float) -> Any:

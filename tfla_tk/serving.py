@@ -9,8 +9,6 @@ kernels serve them: nothing is copied, nothing waits for the GPU, and a CUDA gra
 reference serves them. How to put them into an engine: docs/engines.md.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -84,7 +82,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         "fused_recurrent_gated_delta_rule_packed_decode",
         RecurrentCore(
             q, k, v, a, b, A_log, dt_bias, initial_state, None, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, True,
+            use_qk_l2norm_in_kernel, True, False, None, True,
         ),
         out,
         Slots(ssm_state_indices, None, _first_index(first_index)),
@@ -179,7 +177,7 @@ def fused_sigmoid_gating_delta_rule_update(
         "fused_sigmoid_gating_delta_rule_update",
         RecurrentCore(
             q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, True,
+            use_qk_l2norm_in_kernel, True, False, None, True,
         ),
         o,
         Slots(ssm_state_indices[:sequences], accepted, _first_index(first_index)),
@@ -217,15 +215,10 @@ def _serve(name: str, core: RecurrentCore, o: Tensor, slots: Slots) -> None:
         gate: _per_token(gate, x, core.q, core.v.shape[2]) for gate, x in zip("ab", core[3:5], strict=True)
     }
     core = core._replace(g=gates["a"], beta=gates["b"])
+    of_core = {name: getattr(core, name) for name in RecurrentCore._fields[:7]}
     call = check_recurrent(
         partial(check_delta_rule, cu_seqlens_cpu=None),
-        q=core.q,
-        k=core.k,
-        v=core.v,
-        g=core.g,
-        beta=core.beta,
-        A_log=core.A_log,
-        dt_bias=core.dt_bias,
+        **of_core,
         initial_state=pool,
         state_indices=indices[:, 0] if slots.of_tokens else indices,
         inplace=True,
@@ -233,12 +226,9 @@ def _serve(name: str, core: RecurrentCore, o: Tensor, slots: Slots) -> None:
         scale=core.scale,
         output_final_state=True,
         use_qk_l2norm_in_kernel=check_bool("use_qk_l2norm_in_kernel", core.qk_l2norm),
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
+        **dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "gated"), True),
         allow_neg_eigval=False,
-        state_v_first=True,
         chunk_size=None,
-        gated=True,
     )
     check_device("out", o, core.q.device)
     rows: tuple[tuple[str, MaybeTensor], ...] = (("q", core.q), ("k", core.k), ("v", core.v), ("out", o))

@@ -3,14 +3,12 @@
 Signatures follow fla 0.6.0's; chunk_size is the one of its further keywords that is taken.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.linear import LinearCall, check_layer, check_same_offsets, check_simple_gla
+from tfla_tk.calls.linear import check_layer, check_same_offsets, check_simple_gla
 from tfla_tk.core.checks import fail
 from tfla_tk.core.constants import kept_on_device
 from tfla_tk.core.dispatch import operator
@@ -22,25 +20,10 @@ _path = CallPath(
     ("q", "k", "v", "g", "g_gamma", "initial_state", "cu_seqlens", "cu_seqlens_cpu"),
     ("scale", "output_final_state", "state_v_first", "chunk_size", "backend"),
     check_simple_gla,
-    cast=3,
-    strided=True,
-    layout="[B, T, H, K]",
 )
 
 
-def _describe_retention(**arguments: Any) -> tuple[str, LinearCall]:
-    g_gamma = decay_of_heads(arguments["v"])
-    return _path.describe(g=None, g_gamma=g_gamma, cu_seqlens_cpu=None, state_v_first=False, **arguments)
-
-
-def _describe_lightning(
-    *, layer_idx: Any, num_layers: Any, g_gamma: Any, **arguments: Any
-) -> tuple[str, LinearCall]:
-    g_gamma = _lightning_decay(arguments["v"], layer_idx, num_layers, g_gamma)
-    return _path.describe(g=None, g_gamma=g_gamma, cu_seqlens_cpu=None, state_v_first=False, **arguments)
-
-
-@operator(_path.describe)
+@operator
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -113,7 +96,7 @@ def chunk_simple_gla(
     )
 
 
-@operator(_describe_retention)
+@operator
 def chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -138,7 +121,7 @@ def chunk_retention(
     )
 
 
-@operator(_describe_lightning)
+@operator
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,

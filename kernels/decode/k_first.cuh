@@ -67,12 +67,12 @@ template <class C> struct KFirst {
         from = static_cast<const State*>(before.data) + slot * before.slot_stride + element;
         to = static_cast<State*>(p.after.data) + after * p.after.slot_stride + element;
         load_state();
-        if (warp < tokens) raw.finish(p, memory.tokens, warp, count, lane);
+        if (warp < tokens) raw.finish(p, memory.tokens, warp, head, count, lane);
         if constexpr (kWarps < T) {
 #pragma unroll 1
             for (int t = warp + kWarps; t < tokens; t += kWarps) {
                 raw.load(p, entry, t, head, slice, count, lane);
-                raw.finish(p, memory.tokens, t, count, lane);
+                raw.finish(p, memory.tokens, t, head, count, lane);
             }
         }
         __syncthreads();

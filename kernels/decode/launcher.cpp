@@ -29,7 +29,7 @@ Slots read_slots(Arguments& x) {
 
 // q, k, v, o, g, beta, A_log, dt_bias, states before, states after, dtype of the states, slots, offsets,
 // whether they are 64-bit, batch, heads, heads of v, K, V, tokens, scale, v_first, by_channel, delta_rule,
-// l2norm, beta_sigmoid, beta_double, device, stream.
+// l2norm, beta_sigmoid, beta_double, gate, lower_bound, device, stream.
 void launch_tokens(Arguments& x) {
     DecodeParams p{read_numbers(x), read_numbers(x), read_numbers(x),  read_numbers(x),
                    read_numbers(x), read_numbers(x), read_per_head(x), read_per_head(x)};
@@ -38,7 +38,8 @@ void launch_tokens(Arguments& x) {
     p.batch = x.number(), p.heads = x.number(), p.value_heads = x.number();
     p.dim_k = x.number(), p.dim_v = x.number(), p.tokens = x.number(), p.scale = x.real();
     p.v_first = x.flag(), p.by_channel = x.flag(), p.delta_rule = x.flag(), p.l2norm = x.flag();
-    p.beta_sigmoid = x.flag(), p.beta_double = x.flag(), p.device = x.number();
+    p.beta_sigmoid = x.flag(), p.beta_double = x.flag();
+    p.gate = static_cast<DecodeGate>(x.number()), p.lower_bound = x.real(), p.device = x.number();
     void* const stream = x.pointer<void>();
     x.end();
     run_decode(p, stream);

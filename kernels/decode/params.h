@@ -13,7 +13,7 @@ struct Numbers {
     DType dtype;
 };
 
-// A number per head of v, contiguous; null where there is none.
+// A number per head of v, or a row of them, contiguous; null where there is none.
 struct PerHead {
     const void* data;
     DType dtype;
@@ -43,18 +43,23 @@ struct Slots {
 // of their own.
 constexpr int kDecodeTokens = 4;
 
+// What is made of g, the log decay:
+//   log        g itself
+//   softplus   -e^{A_log} softplus(g + dt_bias)
+//   sigmoid    lower_bound sigmoid(e^{A_log} (g + dt_bias)); of the delta rule with a decay per channel
+enum class DecodeGate : int { log = 0, softplus = 1, sigmoid = 2 };
+
 // A few tokens of a linear recurrence. Per token and head of v:
 //
 //     S <- decay S          decay = e^g: a number, or one per key channel
 //     u = v                 or by the delta rule u = beta (v - S^T k)
 //     S <- S + k u^T        o = scale S^T q
 //
-// NOTES: T tokens of one call are bitwise those of T calls. Where g is raw, it is -e^{A_log} softplus(g +
-// dt_bias).
+// NOTES: T tokens of one call are bitwise those of T calls.
 struct DecodeParams {
     Numbers q, k, v, o;
     Numbers g, beta;         // data is null: nothing decays; not read without the delta rule
-    PerHead a_log, dt_bias;  // a_log.data is null: g is the log decay
+    PerHead a_log, dt_bias;  // of raw gates, null: 0; dt_bias per channel where the decay is
     StatePool before, after;
     DType state_dtype;
     Slots slots;
@@ -67,6 +72,8 @@ struct DecodeParams {
     bool v_first, by_channel, delta_rule;
     bool l2norm;                     // q and k are divided by their norms
     bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled
+    DecodeGate gate;
+    float lower_bound;
     int device;
 };
 

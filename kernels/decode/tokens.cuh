@@ -86,7 +86,7 @@ template <class C> struct RawToken {
                 load_bits(g, p.g.data, p.g.dtype, at + lane);
             else
                 g[0] = load_bits(p.g.data, p.g.dtype, at);
-            if (!kChannel && p.a_log.data != nullptr) {
+            if (!kChannel && p.gate != DecodeGate::log) {
                 a_log = load_bits(p.a_log.data, p.a_log.dtype, value_head);
                 if (p.dt_bias.data != nullptr)
                     dt_bias = load_bits(p.dt_bias.data, p.dt_bias.dtype, value_head);
@@ -99,9 +99,26 @@ template <class C> struct RawToken {
     __device__ inline float scalar_decay(const DecodeParams& p) const {
         if (p.g.data == nullptr) return 1.f;
         float log = number_of(g[0], p.g.dtype);
-        if (p.a_log.data != nullptr) {
+        if (p.gate != DecodeGate::log) {
             if (p.dt_bias.data != nullptr) log = __fadd_rn(log, number_of(dt_bias, p.dt_bias.dtype));
             log = -__fmul_rn(expf(number_of(a_log, p.a_log.dtype)), softplus(log));
+        }
+        return expf(log);
+    }
+    // Of the lane's n-th channel. NOTES: what raw gates take is loaded here, since registers are few while
+    // the state comes.
+    __device__ inline float channel_decay(const DecodeParams& p, int n, int value_head, int lane) const {
+        float log = number_of(g[n], p.g.dtype);
+        if (C::kWrite == Write::delta && p.gate != DecodeGate::log) {
+            auto parameter = [&](const PerHead& x, std::int64_t at) {
+                return x.data == nullptr ? 0.f : number_of(load_bits(x.data, x.dtype, at), x.dtype);
+            };
+            const float rate = expf(parameter(p.a_log, value_head));
+            log = __fadd_rn(log, parameter(p.dt_bias, std::int64_t{value_head} * C::K + lane + n * 32));
+            if (p.gate == DecodeGate::sigmoid)
+                log = __fdividef(p.lower_bound, __fadd_rn(1.f, expf(-__fmul_rn(rate, log))));
+            else
+                log = -__fmul_rn(rate, softplus(log));
         }
         return expf(log);
     }
@@ -111,8 +128,8 @@ template <class C> struct RawToken {
         return p.beta_double ? __fadd_rn(once, once) : once;
     }
 
-    __device__ inline void finish(const DecodeParams& p, Tokens<C>& to, int token, int columns,
-                                  int lane) const {
+    __device__ inline void finish(const DecodeParams& p, Tokens<C>& to, int token, int value_head,
+                                  int columns, int lane) const {
         if constexpr (kHasValues) {
 #pragma unroll
             for (int n = 0; n < kLoads; n++)
@@ -135,7 +152,7 @@ template <class C> struct RawToken {
             both = __fmaf_rn(key[n], query[n], both);
             const int place = C::Part::place(lane + n * 32);
             to.k[token][place] = key[n], to.q[token][place] = query[n];
-            if constexpr (kChannel) to.channel[token][place] = expf(number_of(g[n], p.g.dtype));
+            if constexpr (kChannel) to.channel[token][place] = channel_decay(p, n, value_head, lane);
         }
         both = sum_of_warp(both);
         if (lane == 0) {

@@ -71,7 +71,7 @@ template <class C> struct VFirst {
         if constexpr (!kShared)
             own_value = load_bits(p.v.data, p.v.dtype, start_of(p.v, entry.batch, entry.first, head) + own);
         load_state();
-        if (warp < tokens) raw.finish(p, memory.tokens, warp, passes * C::kSlice, lane);
+        if (warp < tokens) raw.finish(p, memory.tokens, warp, head, passes * C::kSlice, lane);
         __syncthreads();
 
 #pragma unroll 1

@@ -29,7 +29,7 @@ template <int kDimK> struct StateFragments {
     }
 
     // Of so many chunks of all heads.
-    static std::int64_t bytes(std::int64_t chunks, int groups) {
+    static constexpr std::int64_t bytes(std::int64_t chunks, int groups) {
         return chunks * groups * kWarps * kSteps * kLanes * static_cast<std::int64_t>(sizeof(uint4));
     }
 };

@@ -9,9 +9,13 @@ namespace tfla_tk::kda {
 // Q_F, K_F and K_G. NOTES: those of a chunk lie together, so that one tensor map serves all three.
 enum TileOfChunk : int { kQueries, kReads, kWriters, kTiles };
 
-template <int kDimK> struct alignas(16) Factors {
+// What the walks read of the factors, and what the kernel of the gradients reads besides.
+template <int kDimK> struct alignas(16) WalkFactors {
     float decay[kDimK];  // e^{b_L}
     TokenFactors beta;
+};
+template <int kDimK> struct Factors : WalkFactors<kDimK> {
+    float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
 };
 
 inline int slots_of(const KdaShape& s) {

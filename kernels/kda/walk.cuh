@@ -82,7 +82,7 @@ template <class C> struct WalkMemory {
         typename C::Square a, p;
     } matrices[C::kMatrixStages];
     typename C::Columns values[C::kStages][C::kWalkers];  // then results, until these are stored
-    Factors<C::kDimK> factors[C::kStages];
+    WalkFactors<C::kDimK> factors[C::kStages];
     float ones[C::kDimK];           // by which S is scaled behind the last chunk
     semaphore arrived[C::kStages];  // all of a chunk
     semaphore free[C::kStages];     // a chunk may be loaded again, but for values, which results follow

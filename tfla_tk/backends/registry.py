@@ -14,21 +14,14 @@ and may have
 Modules are imported on the first call that considers them.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them
 
 
 def family_module(backend: str, kernel: str) -> ModuleType:
-    """The module of a backend that serves a kernel.
-
-    Args:
-        backend: one of BACKENDS.
-        kernel: "mlstm", "mlstm_step", "mlstm_sequence", "simple_gla", "delta_rule", "gla" or
-            "kda".
-    """
+    """The module of one of BACKENDS that serves a kernel: "mlstm", "mlstm_step", "mlstm_sequence",
+    "simple_gla", "delta_rule", "gla" or "kda"."""
     of_mlstm = kernel.startswith("mlstm")
     if backend == "tk":
         from tfla_tk.backends.tk import linear, mlstm

@@ -1,7 +1,5 @@
 """Loading and compiling kernels: what the backends, the command line and the tests call."""
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util
@@ -65,20 +63,13 @@ class Built:
 
 
 def cache_key(artifact: Artifact) -> str:
-    """The cache key of an artifact under the present environment.
-
-    Raises:
-        BuildError: There is no nvcc or no ThunderKittens.
-    """
+    """The cache key of an artifact under the present environment; BuildError without nvcc or
+    ThunderKittens."""
     return cache.cache_key(artifact, find_toolchain(), find_thunderkittens())
 
 
 def is_cached(artifact: Artifact) -> bool:
-    """Whether an artifact is there; nothing is compiled or fetched.
-
-    Raises:
-        BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
-    """
+    """Whether an artifact is there; nothing is compiled or fetched. BuildError as of `cache_key`."""
     if artifact in _files or prebuilt.find(artifact) is not None:
         return True
     key = cache.cache_key(artifact, find_toolchain(), find_thunderkittens(clone=False))
@@ -86,16 +77,11 @@ def is_cached(artifact: Artifact) -> bool:
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
-    """The functions and constants of a launcher, once it can launch these instances; compiled now where the
-    cache lacks them, side by side.
-
-    The first call of a process checks the cache; later ones return the same module.
-
-    Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel
-            that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
-        CaptureError: A CUDA graph is being captured and something would have to be compiled.
-    """
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where
+    the cache lacks them, side by side. The first call of a process checks the cache; later ones return the
+    same module. BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation,
+    a kernel that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+    CaptureError: A CUDA graph is being captured and something would have to be compiled."""
     module = _launchers.get(launcher)
     if module is not None and _attached[launcher].issuperset(instances):
         return module
@@ -117,9 +103,7 @@ def load(launcher: Launcher, *instances: Instance) -> ModuleType:
 
 
 def ensure(
-    artifacts: Iterable[Artifact],
-    jobs: int | None = None,
-    progress: Callable[[Built], None] | None = None,
+    artifacts: Iterable[Artifact], jobs: int | None = None, progress: Callable[[Built], None] | None = None
 ) -> list[Built]:
     """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype
     together, a few at a time, which takes less time than each by itself.
@@ -152,13 +136,9 @@ def ensure(
 
 
 def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
-    """Compile an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver.
-
-    The ptxas log is returned unjudged: ``check_ptxas_log`` judges it.
-
-    Raises:
-        BuildError: No nvcc, no ThunderKittens, or a failed compilation.
-    """
+    """Compile an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver. The ptxas log is
+    returned unjudged: ``check_ptxas_log`` judges it. BuildError: No nvcc, no ThunderKittens, or a failed
+    compilation."""
     toolchain, kittens = find_toolchain(), find_thunderkittens()
     out_dir.mkdir(parents=True, exist_ok=True)
     cubin = out_dir / f"{instance.name}.cubin"

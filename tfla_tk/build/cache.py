@@ -4,8 +4,6 @@ An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the e
 (`EXTENSION`).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -18,28 +16,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tfla_tk import env
-from tfla_tk.build import sources
-from tfla_tk.build.compiler import (
-    DEVICE_FLAGS,
-    EXTENSION_SOURCE,
-    HOST_FLAGS,
-    LAUNCHER_FLAGS,
-    LINK_FLAGS,
-    LOADER_SOURCE,
-    source_of,
-)
+from tfla_tk.build import compiler, locking, sources
+from tfla_tk.build.compiler import DEVICE_FLAGS
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import Instance, Launcher
-from tfla_tk.build.locking import (
-    UNUSABLE_REMEDY,
-    cache_root,
-    check_directory,
-    explain_os_errors,
-    file_lock,
-    is_writable,
-    private_directory,
-    scratch_directory,
-)
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -67,31 +47,22 @@ def name_of(artifact: Artifact) -> str:
 
 
 def modules_dir() -> Path:
-    """Where compiled modules are kept; the directory is the user's own.
-
-    Raises:
-        BuildError: There is no home directory for the cache.
-    """
-    return cache_root() / "modules"
+    """Where compiled modules are kept; the directory is the user's own."""
+    return locking.cache_root() / "modules"
 
 
 def check_cache() -> bool:
-    """Whether modules can be added to the cache; False where those that it holds can only be read.
-
-    Nothing is written, so that a full disk is not noticed.
-
-    Raises:
-        BuildError: The cache directory can be neither written nor read.
-    """
+    """Whether modules can be added to the cache; False where those that it holds can only be read,
+    BuildError where not even that. Nothing is written, so that a full disk is not noticed."""
     modules = modules_dir()
-    with explain_os_errors(modules):
+    with locking.explain_os_errors(modules):
         if os.path.isdir(modules):
-            check_directory(modules)
-    if is_writable(modules):
+            locking.check_directory(modules)
+    if locking.is_writable(modules):
         return True
     if count_modules() == 0:
         reason = f"the cache directory {modules} cannot be written, and no kernel can be read from it"
-        raise BuildError(reason, UNUSABLE_REMEDY)
+        raise BuildError(reason, locking.UNUSABLE_REMEDY)
     return False
 
 
@@ -105,37 +76,26 @@ def count_modules() -> int:
 
 
 def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens) -> str:
-    """The key of an artifact: 32 hexadecimal digits.
-
-    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
-    ThunderKittens, with the flags (nvcc's own environment variables too) and whether serialised kernels are
-    taken, and with the compilers.
-
-    Raises:
-        BuildError: A source cannot be read, or includes what a macro names.
-    """
+    """The key of an artifact, 32 hexadecimal digits. It changes with what it is, its sources and whatever
+    file of ``kernels/`` they include, ThunderKittens, the flags (nvcc's own environment variables too),
+    whether serialised kernels are taken, and the compilers. BuildError where a source cannot be read, or
+    includes what a macro names."""
     flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
     of_machine = flags, env.refuses_slow_kernels(), toolchain.identity
     return _digest_of([source_key(artifact, kittens.identity), *of_machine])
 
 
 def source_key(artifact: Artifact, kittens: str) -> str:
-    """A key of what an artifact is compiled from, the same on every machine.
-
-    Args:
-        kittens: The identity of ThunderKittens.
-
-    Raises:
-        BuildError: A source cannot be read, or includes what a macro names.
-    """
+    """A key of what an artifact is compiled from, with the identity of ThunderKittens; the same on every
+    machine."""
     if isinstance(artifact, Instance):
-        text = source_of([artifact]), sorted(artifact.launcher.defines)
+        text = compiler.source_of([artifact]), sorted(artifact.launcher.defines)
         return _digest_of([text, _source_digests((artifact.header,)), kittens, DEVICE_FLAGS])
     if isinstance(artifact, Launcher):
-        files = artifact.source, artifact.bindings, LOADER_SOURCE
-        flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
+        files = artifact.source, artifact.bindings, compiler.LOADER_SOURCE
+        flags = compiler.LAUNCHER_FLAGS, compiler.HOST_FLAGS, compiler.LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
-    return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS])
+    return _digest_of([_source_digests((compiler.EXTENSION_SOURCE,)), compiler.HOST_FLAGS])
 
 
 def headers_of(artifacts: Iterable[Artifact]) -> list[str]:
@@ -145,11 +105,7 @@ def headers_of(artifacts: Iterable[Artifact]) -> list[str]:
 
 def headers_key(headers: Iterable[str]) -> str:
     """A key of their content. A file is taken only where none of its kernels has changed: it would bring
-    their old code into the process.
-
-    Raises:
-        BuildError: A header cannot be read, or includes what a macro names.
-    """
+    their old code into the process."""
     return _digest_of([_source_digests(headers)])
 
 
@@ -180,26 +136,19 @@ def find_or_build(
     wanted: dict[Artifact, str], compile_into: Callable[[list[Artifact], Path], tuple[Path, str]]
 ) -> dict[Artifact, Entry]:
     """The entries of artifacts by their keys; those that there are none of are compiled together, to one
-    file, under a lock that other processes wait on.
-
-    Args:
-        wanted: What to find, with its key.
-        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path
-            and the ptxas log.
-
-    Raises:
-        BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
-    """
+    file, under a lock that other processes wait on. wanted: What to find, with its key. compile_into:
+    Takes what to compile and a scratch directory, leaves the file there, returns its path and the ptxas
+    log."""
     modules = modules_dir()
-    with explain_os_errors(modules):
+    with locking.explain_os_errors(modules):
         if modules.is_dir():
-            check_directory(modules)
+            locking.check_directory(modules)
         found = _entries(wanted)
         if len(found) == len(wanted):
             return found
-        base = private_directory(modules)
+        base = locking.private_directory(modules)
         lock = _folder(*next(iter(wanted.items()))).name
-        with file_lock(base / f"{lock}.lock"), scratch_directory(base, lock) as scratch:
+        with locking.file_lock(base / f"{lock}.lock"), locking.scratch_directory(base, lock) as scratch:
             found = _entries(wanted)
             missing = [artifact for artifact in wanted if artifact not in found]
             if missing:
@@ -217,14 +166,14 @@ def _entries(wanted: dict[Artifact, str]) -> dict[Artifact, Entry]:
 
 
 def _publish(artifact: Artifact, key: str, file: Path, log: str, headers: list[str]) -> Entry:
-    """An entry of a compiled file, which others may share, made in one step.
-
-    Args:
-        headers: Of all kernels in the file.
-    """
+    """An entry of a compiled file, which others may share, made in one step. headers: of all kernels in
+    the file."""
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
-    with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
+    with (
+        locking.file_lock(folder.parent / f"{prefix}.lock"),
+        locking.scratch_directory(folder.parent, prefix) as scratch,
+    ):
         standing = find_entry(artifact, key)
         if standing is not None:  # by a compilation together with others; it may be in use
             return standing
@@ -280,10 +229,8 @@ Include: TypeAlias = tuple[bytes, bytes]
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Include]]:
-    """The digest of a file in this state, and its includes.
-
-    A condition around an include does not count, nor does a comment.
-    """
+    """The digest of a file in this state, and its includes. A condition around an include does not count,
+    nor does a comment."""
     content = sources.read(path)
     includes = []
     for line in _INCLUDE.findall(content):
@@ -298,10 +245,8 @@ def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Inclu
 
 def _found(include: Include, folder: Path, root: Path) -> list[Path]:
     """The file of ``kernels/`` that an include in a file of this folder is of, found as nvcc finds it.
-
-    What is not found there belongs to ThunderKittens, CUDA, Python or the compiler, which are in the key by
-    their versions.
-    """
+    What is not found there belongs to ThunderKittens, CUDA, Python or the compiler, which are in the key
+    by their versions."""
     quoted, bracketed = include
     for place in ([folder] if quoted else []) + [root]:
         # not `resolve`: kernels/ may be a link, or hold some

@@ -1,8 +1,6 @@
 """The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all
 share."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 import threading
@@ -59,11 +57,7 @@ class Slots:
         self._closed = True
 
     def run(self, command: Sequence[str], what: str) -> str:
-        """Run one compiler command and return its output.
-
-        Raises:
-            BuildError: It fails; the message ends with the last lines of its output. Or none may begin.
-        """
+        """Run one compiler command and return its output."""
         with self._semaphore:
             if self._closed:
                 raise BuildError(f"{what}: the build has ended before")
@@ -89,14 +83,8 @@ def source_of(instances: Sequence[Instance]) -> str:
 def compile_cubin(
     instances: Sequence[Instance], toolchain: Toolchain, kittens: ThunderKittens, cubin: Path, slots: Slots
 ) -> str:
-    """Compile instances of one launcher to a cubin, ungated; needs no GPU and no driver.
-
-    Returns:
-        The ptxas log.
-
-    Raises:
-        BuildError: The compiler fails.
-    """
+    """Compile instances of one launcher to a cubin, ungated, without GPU and driver; returns the ptxas
+    log."""
     source = cubin.with_suffix(".cu")
     source.write_text(source_of(instances))
     (launcher,) = {instance.launcher for instance in instances}
@@ -109,11 +97,7 @@ def compile_cubin(
 def compile_launcher(
     launcher: Launcher, toolchain: Toolchain, kittens: ThunderKittens, library: Path, slots: Slots
 ) -> None:
-    """Compile the host half of some kernels to a library, which needs neither Python nor a driver.
-
-    Raises:
-        BuildError: A compiler fails.
-    """
+    """Compile the host half of some kernels to a library, which needs neither Python nor a driver."""
     root, nvcc = sources.kernels_root(), str(toolchain.nvcc)
     includes, defines = [f"-I{root}", f"-I{toolchain.include}"], _defines(launcher)
     device_includes = f"-I{root}", f"-I{kittens.include}"
@@ -137,11 +121,7 @@ def compile_launcher(
 
 
 def compile_extension(toolchain: Toolchain, library: Path, slots: Slots) -> None:
-    """Compile the extension by which Python reaches launchers.
-
-    Raises:
-        BuildError: The compiler fails, or Python's headers are missing.
-    """
+    """Compile the extension by which Python reaches launchers."""
     python = sysconfig.get_path("include")
     if not (Path(python) / "Python.h").is_file():
         raise BuildError(f"Python.h is not in {python}", "install Python's headers (python3-dev)")

@@ -1,7 +1,5 @@
 """SASS of a cubin, by the toolkit's nvdisasm or the pip-installed one."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess
@@ -26,11 +24,7 @@ def find_tool(name: str) -> Path | None:
 
 
 def disassemble(cubin: Path) -> str:
-    """The SASS of a cubin.
-
-    Raises:
-        BuildError: There is no nvdisasm, or it refuses the file.
-    """
+    """The SASS of a cubin; BuildError without nvdisasm, or where it refuses the file."""
     tool = find_tool("nvdisasm")
     if tool is None:
         raise BuildError("no nvdisasm", "pip install nvidia-cuda-nvdisasm")

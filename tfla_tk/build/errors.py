@@ -1,17 +1,11 @@
 """The errors that the steps of the kernel build raise."""
 
-from __future__ import annotations
-
 _loaded_before = (globals()["BuildError"], globals()["CaptureError"]) if "BuildError" in globals() else None
 
 
 class BuildError(RuntimeError):
-    """A kernel could not be built or loaded.
-
-    Attributes:
-        reason: What went wrong.
-        remedy: What the user can do about it; may be empty.
-    """
+    """A kernel could not be built or loaded. reason: What went wrong. remedy: What the user can do about
+    it; may be empty."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         self.reason = reason

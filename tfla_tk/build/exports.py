@@ -1,7 +1,5 @@
 """What Python and the kernels must agree on: what a launcher tells of it is compared when it is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfla_tk.build.errors import BuildError
@@ -23,14 +21,7 @@ EXPECTED: dict[str, Any] = {
 
 
 def check_exports(launcher: Launcher, found: dict[str, Any]) -> None:
-    """Compare what a launcher tells with what Python takes for it.
-
-    Args:
-        found: The launcher's constants by their names.
-
-    Raises:
-        BuildError: They differ, or the launcher lacks one that its description names.
-    """
+    """Compare the constants that a launcher tells with what Python takes for them."""
     for name in launcher.exports:
         value = found.get(name, "nothing")
         if value != EXPECTED[name]:

@@ -1,7 +1,5 @@
 """What ptxas tells of kernels: serialised wgmma, ignored setmaxnreg, spills, stack frames."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -57,16 +55,9 @@ def ptxas_faults(log: str) -> list[str]:
 
 
 def check_ptxas_log(log: str, name: str = "kernel") -> None:
-    """Refuse a kernel whose ptxas log tells of any lost performance, as this project's own tests do.
-
-    Args:
-        log: Output of nvcc with ``-Xptxas=-v``.
-        name: The instance, for the message.
-
-    Raises:
-        BuildError: Quotes every ``C75xx`` or "setmaxnreg ignored" line and every function with a stack
-            frame or spills.
-    """
+    """Refuse a kernel whose ptxas log tells of any lost performance, as this project's own tests do. log:
+    Output of nvcc with ``-Xptxas=-v``. name: The instance, for the message. BuildError: Quotes every
+    ``C75xx`` or "setmaxnreg ignored" line and every function with a stack frame or spills."""
     faults = ptxas_faults(log)
     if faults:
         raise BuildError(
@@ -81,16 +72,8 @@ class SerialisedError(BuildError):
 
 
 def check_serialised(log: str, name: str, toolkit: str) -> None:
-    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times
-    slower.
-
-    Args:
-        toolkit: The compiler, for the message.
-
-    Raises:
-        SerialisedError: Quotes the lines; the remedy names a compiler that does not, and how to take the
-            kernel as it is.
-    """
+    """Refuse a kernel whose wgmma instructions the user's ptxas, of this toolkit, serialises: it is right,
+    but several times slower."""
     found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
     if found:
         raise SerialisedError(

@@ -4,8 +4,6 @@ A launcher has the launches of its kernels for all head dims and dtypes. An inst
 kernels that a call launches together, for one tile and one dtype.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,8 +11,7 @@ from dataclasses import dataclass
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
-# (tile of the keys, slice of the values of one CTA) of the backward's walks; slices of 256 are dv's
-WALK_TILES = MLSTM_TILES
+WALK_TILES = MLSTM_TILES  # of keys and values of the backward's walks; slices of 256 are dv's
 # tiles of the forward that come without the overlap of its GEMMs, too, to measure what that gains
 SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
@@ -37,6 +34,9 @@ _TYPES = {False: "kittens::bf16", True: "kittens::half"}
 _STATE_TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 
+_EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")  # what all launchers tell
+
+
 @dataclass(frozen=True)
 class Launcher:
     """The host half of some kernels.
@@ -53,7 +53,7 @@ class Launcher:
     source: str
     bindings: str
     defines: tuple[tuple[str, str], ...] = ()
-    exports: tuple[str, ...] = ("CHUNK", "DTYPES", "ADDRESS_BITS")
+    exports: tuple[str, ...] = _EVERY
 
     def __hash__(self) -> int:
         return hash(self.name)  # of all fields it would take longer than what it is looked up for
@@ -83,7 +83,6 @@ class Instance:
         return hash(self.name)
 
 
-_EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")
 _SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
 _OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "STATE_CHUNKS", "FLOW_PARTS")
 # the chunkwise kernels of mLSTM, and by True those with a scalar decay in the place of its gates
@@ -92,37 +91,23 @@ CHUNKWISE = {
     True: Launcher("decay", *_SCALAR_GATE, _SCALAR_DECAY, _OF_SCALAR_GATE),
 }
 SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
-DECODING = Launcher(
-    "decoding",
-    "decode/launcher.cu",
-    "decode/launcher.cpp",
-    (),
-    (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES"),
-)
+_OF_DECODING = (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES")
+DECODING = Launcher("decoding", "decode/launcher.cu", "decode/launcher.cpp", (), _OF_DECODING)
 # has the kernels of the gates' gradients, too, with a scalar decay
-DELTA_RULE = Launcher(
-    "delta_rule",
-    "delta_rule/launcher.cu",
-    "delta_rule/bindings/launcher.cpp",
-    _SCALAR_DECAY,
-    (
-        *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
-        *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS"),
-    ),
+_DELTA_RULE = ("delta_rule/launcher.cu", "delta_rule/bindings/launcher.cpp")
+_OF_DELTA_RULE = (
+    *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
+    *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS"),
 )
-GLA = Launcher(
-    "gla", "channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp", (), (*_EVERY, "ANCHOR_CHUNKS")
-)
+DELTA_RULE = Launcher("delta_rule", *_DELTA_RULE, _SCALAR_DECAY, _OF_DELTA_RULE)
+_GLA = ("channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp")
+GLA = Launcher("gla", *_GLA, (), (*_EVERY, "ANCHOR_CHUNKS"))
 KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
 
 
 @functools.cache
 def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
-    """The smallest tile that holds a head dim.
-
-    Raises:
-        ValueError: None does.
-    """
+    """The smallest tile that holds a head dim; ValueError where none does."""
     if not 0 < dim <= max(tiles):
         raise ValueError(f"head dim: expected at most {max(tiles)}, got {dim}")
     return min(tile for tile in tiles if tile >= dim)
@@ -130,11 +115,8 @@ def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
 
 @functools.cache
 def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
-    """The tile of K and the slice of V of the forward, the smallest that hold the head dims.
-
-    Raises:
-        ValueError: No tile is large enough.
-    """
+    """The tile of K and the slice of V of the forward, the smallest that hold the head dims, else
+    ValueError."""
     if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
         raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
     tile_qk = min(qk for qk, _ in MLSTM_TILES if qk >= dim_qk)
@@ -144,17 +126,9 @@ def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
 
 @functools.cache
 def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
-    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its
-    operands, else the largest slice.
-
-    Args:
-        gradient: "dq", "dk" or "dv", what the walk makes.
-        dim_keys: Columns of what the walk takes for queries and keys, up to MAX_DIM_QK.
-        dim_values: Columns of what it takes for values, any number.
-
-    Raises:
-        ValueError: No tile is large enough.
-    """
+    """The tile of the keys and the slice of the values of the backward's walk for "dq", "dk" or "dv": the
+    smallest that hold its operands, keys of up to MAX_DIM_QK columns (else ValueError), else the largest
+    slice."""
     if not (0 < dim_keys <= MAX_DIM_QK and dim_values > 0):
         raise ValueError(f"columns: expected keys of at most {MAX_DIM_QK}, got {dim_keys}/{dim_values}")
     tile = min(keys for keys, _ in WALK_TILES if keys >= dim_keys)
@@ -184,11 +158,7 @@ _FAMILIES = {
 def _instance(
     launcher: Launcher, name: str, header: str, kernels: Iterable[str], half: bool | None = None
 ) -> Instance:
-    """Kernels of a launcher's family.
-
-    Args:
-        half: their operands are fp16; None: they serve all dtypes.
-    """
+    """Kernels of a launcher's family. half: their operands are fp16; None: they serve all dtypes."""
     family, folder, namespace = _FAMILIES[launcher.name]
     dtype = "" if half is None else _DTYPES[half]
     name = "_".join(filter(None, (family, name, dtype)))
@@ -211,7 +181,6 @@ def _of_tile(name: str, tile: tuple[int, int], has_normaliser: bool) -> str:
     return f"{name}_k{tile[0]}_v{tile[1]}{'' if has_normaliser else '_unnormalized'}"
 
 
-@functools.cache
 def mlstm_fwd(
     tile: tuple[int, int],
     half: bool,
@@ -220,12 +189,8 @@ def mlstm_fwd(
     decay: bool = False,
     sequential: bool = False,
 ) -> Instance:
-    """The forward of mLSTM, or with a scalar decay.
-
-    Args:
-        tile: of `mlstm_tile`. half: operands are fp16.
-        sequential: a kernel that waits for every GEMM before its next step.
-    """
+    """The forward of mLSTM, or with a scalar decay. tile: of `mlstm_tile`. half: operands are fp16, here
+    and below. sequential: a kernel that waits for every GEMM before its next step."""
     (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE[decay]
     of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
     name, suffix = _of_tile("fwd", tile, True), "" if normalize or decay else "_unnormalized"
@@ -237,7 +202,6 @@ def mlstm_fwd(
     return _instance(launcher, f"{name}_{gate}{suffix}", "forward/transposed/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def mlstm_fwd_states(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
@@ -247,33 +211,26 @@ def mlstm_fwd_states(
     return _instance(CHUNKWISE[decay], name, "forward/segment_sums.cuh", [kernel], half)
 
 
-@functools.cache
 def mlstm_fwd_combine(decay: bool = False) -> Instance:
     """What carries these states from segment to segment."""
     kernels = [f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True))]
     return _instance(CHUNKWISE[decay], "fwd_combine", "forward/carry.cuh", kernels)
 
 
-@functools.cache
 def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance:
     """The gates of every chunk before the backward's walks, and the gradients of the gates after them."""
     gate, policy = _gate(sigmoid_gate, decay)
     of_gate = [f"mlstm_{name}_kernel<{policy}>" for name in ("bwd_scan", "bwd_gates", "gate_gradients")]
-    kernels = [*of_gate, "mlstm_bwd_flows_kernel"]
     name = "bwd_gates" if decay else f"bwd_gates_{gate}"
+    kernels = [*of_gate, "mlstm_bwd_flows_kernel"]
     return _instance(CHUNKWISE[decay], name, "backward/gates.cuh", kernels)
 
 
-@functools.cache
 def mlstm_gradients(
     tile: int, half: bool, normalize: bool = True, sums: bool = True, decay: bool = False
 ) -> Instance:
-    """The walk that makes dq, dk and dv at once.
-
-    Args:
-        tile: of both head dims, one of GRADIENTS_TILES.
-        sums: it also leaves those for the gradients of the gates.
-    """
+    """The walk that makes dq, dk and dv at once; with sums it leaves those for the gates' gradients, too.
+    The tile, one of GRADIENTS_TILES, is of both head dims."""
     normalize = normalize and not decay
     name = _of_tile(f"gradients{'_and_sums' if sums else ''}", (tile, tile), normalize or decay)
     config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
@@ -281,7 +238,6 @@ def mlstm_gradients(
     return _instance(CHUNKWISE[decay], name, "backward/gradients/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def mlstm_bwd_rows(half: bool) -> Instance:
     """The terms of every row that the normaliser brings."""
     pair = "__half2" if half else "__nv_bfloat162"
@@ -290,27 +246,19 @@ def mlstm_bwd_rows(half: bool) -> Instance:
     return _instance(CHUNKWISE[False], "bwd_rows", "backward/row_terms.cuh", kernels, half)
 
 
-@functools.cache
 def mlstm_bwd_combine(decay: bool = False) -> Instance:
     """What carries states over the boundaries of the backward's segments."""
     return _instance(CHUNKWISE[decay], "bwd_combine", "backward/carry.cuh", ["mlstm_bwd_combine_kernel"])
 
 
-@functools.cache
 def mlstm_walk(
     gradients: str, tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
-    """Walks of the backward.
-
-    Args:
-        gradients: "dv", or "dq and dk", which share a tile. tile: of `walk_tile`.
-        normalize: ignored for "dv".
-    """
+    """Walks of the backward, of a tile of `walk_tile`: for "dv", or "dq and dk", which share one."""
     kernel, header = "mlstm_pass_kernel", "backward/walk/kernel.cuh"
     return _of_walks(kernel, "walk", header, gradients, tile, half, normalize, decay)
 
 
-@functools.cache
 def mlstm_walk_segments(
     tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
 ) -> Instance:
@@ -322,15 +270,9 @@ def mlstm_walk_segments(
 
 
 def _of_walks(
-    kernel: str,
-    what: str,
-    header: str,
-    gradients: str,
-    tile: tuple[int, int],
-    half: bool,
-    normalize: bool,
-    decay: bool,
+    kernel: str, what: str, header: str, gradients: str, tile: tuple[int, int], *flags: bool
 ) -> Instance:
+    half, normalize, decay = flags
     normalize = normalize and gradients != "dv" and not decay
     of = gradients.split(" and ")
     name = _of_tile(f"{what}_{'_'.join(of)}", tile, normalize or decay or gradients == "dv")
@@ -338,62 +280,45 @@ def _of_walks(
     return _instance(CHUNKWISE[decay], name, header, [f"{kernel}<{config % x}>" for x in of], half)
 
 
-def _half_of(before: str, after: str) -> str:
-    """The dtype of 16 bits among those of a state; "" for none."""
-    return next((dtype for dtype in (before, after) if dtype != "fp32"), "")
+def _of_decoding(name: str, header: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Instance:
+    """Kernels of decoding; their dtype is that of 16 bits among those of the states, if there is one."""
+    dtype = next((dtype for dtype in dtypes if dtype != "fp32"), "")
+    return Instance(name, DECODING, f"decode/{header}", tuple(kernels), "decode", dtype)
 
 
 @functools.cache
 def mlstm_step(before: str, after: str) -> Instance:
-    """One token of mLSTM, for all head dims.
-
-    Args:
-        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
-    """
+    """One token of mLSTM, for all head dims. before, after: dtypes of C before and after, "fp32", "bf16",
+    "fp16"; equal, or one of them "fp32"."""
     types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
     widest = 4 if "fp32" in (before, after) else 8
-    kernels = tuple(f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1))
-    name, dtype = f"mlstm_step_{before}_{after}", _half_of(before, after)
-    return Instance(name, DECODING, "decode/mlstm/step.cuh", kernels, "decode", dtype)
+    kernels = [f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1)]
+    return _of_decoding(f"mlstm_step_{before}_{after}", "mlstm/step.cuh", kernels, (before, after))
 
 
 @functools.cache
 def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance:
-    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them.
-
-    Args:
-        before, after: as of `mlstm_step`. fp32: q, k and v are.
-
-    Raises:
-        ValueError: More than MAX_TOKENS tokens, or none.
-    """
+    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them; ValueError for more
+    than MAX_TOKENS, or none. before, after: as of `mlstm_step`. fp32: q, k and v are."""
     if not 0 < tokens <= MAX_TOKENS:
         raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
-    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
+    tile = tile_of(tokens, SEQUENCE_TILES)
     of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}, {_cpp(fp32)}"
-    kernels = tuple(
-        f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)
-    )
+    kernels = [f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)]
     name = f"mlstm_sequence_t{tile}_{before}_{after}{'_of_fp32' if fp32 else ''}"
-    dtype = _half_of(before, after)
-    return Instance(name, DECODING, "decode/mlstm/sequence.cuh", kernels, "decode", dtype)
+    return _of_decoding(name, "mlstm/sequence.cuh", kernels, (before, after))
 
 
 @functools.cache
 def recurrent(state: str, v_first: bool, by_channel: bool, delta_rule: bool, dim_k: int) -> Instance:
-    """One token, and a few, of the operators in [B, T, H, D].
-
-    Args:
-        state: its dtype, "fp32", "bf16" or "fp16". v_first: it is [V, K].
-        by_channel: the decay is per key channel. dim_k: one of RECURRENT_KEYS.
-    """
+    """One token, and a few, of the operators in [B, T, H, D]. state: its dtype, "fp32", "bf16" or "fp16".
+    v_first: it is [V, K]. by_channel: the decay is per key channel. dim_k: one of RECURRENT_KEYS."""
     layout, decay = "v_first" if v_first else "k_first", "channel" if by_channel else "scalar"
     write = "delta" if delta_rule else "plain"
     of = f"Layout::{layout}, {_STATE_TYPES[state]}, Decay::{decay}, Write::{write}, {dim_k}"
-    kernels = tuple(f"decode_kernel<Config<{of}, {tokens}>>" for tokens in (1, RECURRENT_TOKENS))
+    kernels = [f"decode_kernel<Config<{of}, {tokens}>>" for tokens in (1, RECURRENT_TOKENS)]
     name = f"recurrent_{layout}_{decay}_{write}_k{dim_k}_{state}"
-    dtype = "" if state == "fp32" else state
-    return Instance(name, DECODING, "decode/kernel.cuh", kernels, "decode", dtype)
+    return _of_decoding(name, "kernel.cuh", kernels, (state,))
 
 
 def recurrent_keys(by_channel: bool, delta_rule: bool) -> tuple[int, ...]:
@@ -406,31 +331,25 @@ def recurrent_columns(dim_k: int, v_first: bool) -> int:
     return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
 
 
-@functools.cache
-def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
-    """The delta rule's chunk matrices.
+# Of the delta rule, GLA and KDA; a tile is of K unless it says otherwise, walkers of a CTA are 1 or 2
 
-    Args:
-        tile: of K, one of DELTA_TILES. scores: P is made, too.
-    """
+
+def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
+    """The delta rule's chunk matrices; with scores P is made, too."""
     kernel = f"delta_matrices_kernel<{_TYPES[half]}, {tile}, {_cpp(scores)}>"
     name = f"matrices_k{tile}{'_scores' if scores else ''}"
     return _instance(DELTA_RULE, name, "chunk_matrices/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") -> Instance:
-    """The walk of the delta rule's forward.
-
-    Args:
-        walkers: 1 or 2.
-        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile
-            of 128.
-    """
-    suffix = {"given": "", "by makers": "_makers", "in the walk": "_in_walk"}[matrices]
-    more = {"given": "", "by makers": ", kWarpgroupsOfMakers", "in the walk": ", 0, true"}[matrices]
-    kernel = "delta_forward_with_makers_kernel" if matrices == "by makers" else "delta_forward_kernel"
-    kernel = f"{kernel}<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
+    """The walk of the delta rule's forward. matrices: "given", "by makers" beside the walk, or "in the
+    walk", which takes two walkers and a tile of 128."""
+    suffix, function, more = {
+        "given": ("", "", ""),
+        "by makers": ("_makers", "_with_makers", ", kWarpgroupsOfMakers"),
+        "in the walk": ("_in_walk", "", ", 0, true"),
+    }[matrices]
+    kernel = f"delta_forward{function}_kernel<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
     return _instance(DELTA_RULE, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", [kernel], half)
 
 
@@ -444,139 +363,93 @@ _DELTA_OF_ALL = {
 }
 
 
-@functools.cache
 def delta_of_all(name: str) -> Instance:
     """A kernel that serves all dtypes: "leads", "carry", "decay" or "strength"."""
     return _instance(DELTA_RULE, name, _DELTA_OF_ALL[name], [f"delta_{name}_kernel"])
 
 
-@functools.cache
 def delta_maps(tile: int, half: bool) -> Instance:
     """What each segment of a split makes of the state."""
     kernel = f"delta_maps_kernel<MapsConfig<{_TYPES[half]}, {tile}>>"
     return _instance(DELTA_RULE, f"maps_k{tile}", "split/maps.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
     """What makes the delta rule's inputs of raw ones, or the gradients of these."""
-    suffix = "_backward" if backward else ""
+    suffix, header = ("_backward", "backward") if backward else ("", "forward")
     kernel = f"delta_inputs{suffix}_kernel<{_TYPES[half]}, {tile}>"
-    header = f"inputs/{'backward' if backward else 'forward'}.cuh"
-    return _instance(DELTA_RULE, f"inputs{suffix}_k{tile}", header, [kernel], half)
+    return _instance(DELTA_RULE, f"inputs{suffix}_k{tile}", f"inputs/{header}.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_mirror(tile: int, half: bool, walkers: int) -> Instance:
     """The mirror walk of the delta rule's backward: with a tile of up to 128 it leaves states alone."""
     kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
     return _instance(DELTA_RULE, f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_gradients(half: bool, sums: bool) -> Instance:
-    """The walk that makes dq, dk and dv of the delta rule at once, K up to 128.
-
-    Args:
-        sums: it also leaves those for the gradient of the log decay.
-    """
+    """The walk that makes dq, dk and dv of the delta rule at once, K up to 128; with sums it leaves those for
+    the gradient of the log decay, too."""
     kernel = f"delta_gradients_kernel<GradientsConfig<{_TYPES[half]}, {_cpp(sums)}>>"
     name = f"gradients{'_and_sums' if sums else ''}"
     return _instance(DELTA_RULE, name, "backward/gradients/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_combine(half: bool) -> Instance:
     """What adds up parts of dq and dk."""
     kernel = f"delta_combine_kernel<{_TYPES[half]}>"
     return _instance(DELTA_RULE, "combine", "backward/combine.cuh", [kernel], half)
 
 
-@functools.cache
 def delta_states(walk: str, half: bool) -> Instance:
-    """A walk of the delta rule's backward over the states, K of more than 128.
-
-    Args:
-        walk: "left", "right", or "paired left", of two CTAs that share results.
-    """
+    """A walk of the delta rule's backward over the states, K of more than 128: "left", "right", or "paired
+    left", of two CTAs that share results."""
     direction, paired = walk.split()[-1], walk.startswith("paired")
-    config = f"StatesConfig<{_TYPES[half]}, StateWalk::{direction}, {_cpp(paired)}>"
-    kernel, name = f"delta_states_kernel<{config}>", walk.replace(" ", "_")
-    return _instance(DELTA_RULE, name, "backward/states/kernel.cuh", [kernel], half)
+    kernel = f"delta_states_kernel<StatesConfig<{_TYPES[half]}, StateWalk::{direction}, {_cpp(paired)}>>"
+    return _instance(DELTA_RULE, walk.replace(" ", "_"), "backward/states/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
-    """The walk of GLA's forward, or its mirror.
-
-    Args:
-        direction: "forward" or "backward".
-        tile: of K, one of GLA_TILES.
-        makers: CTAs of a cluster that take turns at making the operands: 1, or 2 with two walkers.
-    """
+    """The walk of GLA's "forward", or of its "backward", the mirror. makers: CTAs of a cluster that take
+    turns at making the operands: 1, or 2 with two walkers."""
     config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
     kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
     name = f"{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}"
     return _instance(GLA, name, "forward/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
-    """A walk of GLA's backward over the states.
-
-    Args:
-        walk: "left" or "right". tile: of V, one of GLA_STATES_TILES.
-        walkers: 1 or 2; with a tile of 256 there are two always.
-    """
+    """The "left" or "right" walk of GLA's backward over the states. tile: of V, one of GLA_STATES_TILES;
+    with 256 there are two walkers always."""
     walkers = 2 if tile == 256 else walkers
     kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
     return _instance(GLA, f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", [kernel], half)
 
 
-@functools.cache
 def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
     """The states at the borders between GLA's segments, or their gradients."""
     tile = 64 if dim_v <= 64 else 128
     of_sums = f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>"
     kernels = of_sums, f"gla_carry_kernel<{_cpp(backward)}>"
-    name = f"segments_v{tile}{'_backward' if backward else ''}"
-    return _instance(GLA, name, "segments/kernels.cuh", kernels, half)
+    return _instance(
+        GLA, f"segments_v{tile}{'_backward' if backward else ''}", "segments/kernels.cuh", kernels, half
+    )
 
 
-@functools.cache
-def kda_matrices(tile: int, half: bool) -> Instance:
-    """What makes the chunk matrices of KDA, and all that its walk reads of q, k, g and beta.
-
-    Args:
-        tile: of K, one of KDA_TILES.
-    """
-    kernel = f"kda_matrices_kernel<{_TYPES[half]}, {tile}>"
-    return _instance(KDA, f"matrices_k{tile}", "matrices/kernel.cuh", [kernel], half)
+# of KDA: what makes its chunk matrices and all that its walk reads of q, k, g and beta; the walk of its
+# forward; the mirror of that, in its backward; what makes the gradients, of all chunks in parallel
+_KDA = {"matrices": "matrices", "forward": "forward", "mirror": "backward", "gradients": "gradients"}
 
 
-@functools.cache
-def kda_forward(tile: int, half: bool, walkers: int) -> Instance:
-    """The walk of KDA's forward.
-
-    Args:
-        walkers: 1 or 2.
-    """
-    kernel = f"kda_forward_kernel<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}>>"
-    return _instance(KDA, f"forward_k{tile}_w{walkers}", "forward/kernel.cuh", [kernel], half)
-
-
-@functools.cache
-def kda_mirror(tile: int, half: bool, walkers: int) -> Instance:
-    """The mirror of that walk, in KDA's backward. Arguments as there."""
-    kernel = f"kda_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
-    return _instance(KDA, f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", [kernel], half)
-
-
-@functools.cache
-def kda_gradients(tile: int, half: bool) -> Instance:
-    """What makes the gradients of KDA, of all chunks in parallel."""
-    kernel = f"kda_gradients_kernel<{_TYPES[half]}, {tile}>"
-    return _instance(KDA, f"gradients_k{tile}", "gradients/kernel.cuh", [kernel], half)
+def kda(name: str, tile: int, half: bool, walkers: int | None = None) -> Instance:
+    """A kernel of KDA by its name; "forward" and "mirror" have walkers."""
+    of = f"{_TYPES[half]}, {tile}"
+    if walkers is not None:
+        of = f"{name.capitalize()}Config<{of}, {walkers}>"
+    suffix = "" if walkers is None else f"_w{walkers}"
+    return _instance(
+        KDA, f"{name}_k{tile}{suffix}", f"{_KDA[name]}/kernel.cuh", [f"kda_{name}_kernel<{of}>"], half
+    )
 
 
 def all_instances() -> list[Instance]:
@@ -644,10 +517,8 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
 def _delta_instances(half: bool) -> Iterator[Instance]:
     for tile in DELTA_TILES:
         # as matrices_before in backends/tk/delta_rule/split.py: who makes P
-        yield from (
-            delta_matrices(tile, half, scores)
-            for scores in {64: (False,), 256: (True,)}.get(tile, (False, True))
-        )
+        makes_scores = {64: (False,), 256: (True,)}.get(tile, (False, True))
+        yield from (delta_matrices(tile, half, scores) for scores in makes_scores)
         yield from (delta_forward(tile, half, walkers) for walkers in (1, 2))
         yield from (delta_mirror(tile, half, walkers) for walkers in ((2,) if tile <= 128 else (1, 2)))
         yield from (delta_inputs(tile, half, backward) for backward in (False, True))
@@ -670,8 +541,6 @@ def _gla_instances(half: bool) -> Iterator[Instance]:
 
 def _kda_instances(half: bool) -> Iterator[Instance]:
     for tile in KDA_TILES:
-        yield kda_matrices(tile, half)
-        yield kda_gradients(tile, half)
+        yield from (kda(name, tile, half) for name in ("matrices", "gradients"))
         for walkers in (1, 2):
-            yield kda_forward(tile, half, walkers)
-            yield kda_mirror(tile, half, walkers)
+            yield from (kda(name, tile, half, walkers) for name in ("forward", "mirror"))

@@ -1,7 +1,5 @@
 """A lock between processes on one file, and a private scratch directory."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os
@@ -26,10 +24,8 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory in ``parent``, removed at the end unless it was renamed away.
-
-    The caller holds the lock on ``prefix``: what a killed process left under it is removed too.
-    """
+    """A new directory in ``parent``, removed at the end unless it was renamed away. The caller holds the
+    lock on ``prefix``: what a killed process left under it is removed too."""
     for stale in parent.glob(f".{glob.escape(prefix)}-*"):
         shutil.rmtree(stale, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=parent))
@@ -40,11 +36,7 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def private_directory(path: Path) -> Path:
-    """Make ``path`` a directory of mode 0700 that belongs to the user.
-
-    Raises:
-        BuildError: As ``check_directory`` raises it.
-    """
+    """Make ``path`` a directory of mode 0700 that belongs to the user."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_directory(path)
     state = path.stat()
@@ -55,13 +47,8 @@ def private_directory(path: Path) -> Path:
 
 def check_directory(path: Path) -> None:
     """Refuse a directory that another user can write, root aside: its content is code that would be run.
-
-    The user's own directory is made private where others can write it; where they can only read it, it may be
-    on a file system that cannot be written.
-
-    Raises:
-        BuildError: It is another user's, or root's and open to others.
-    """
+    The user's own directory is made private where others can write it; where they can only read it, it may
+    be on a file system that cannot be written."""
     state = path.stat()
     if state.st_uid == os.geteuid():
         if state.st_mode & 0o022:
@@ -74,11 +61,8 @@ def check_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError (permission, full disk, a file in place of a directory) into a BuildError.
-
-    Args:
-        path: What the error may be about.
-    """
+    """Turn an OSError about a path (permission, full disk, a file in place of a directory) into a
+    BuildError."""
     try:
         yield
     except OSError as error:
@@ -86,11 +70,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def cache_root() -> Path:
-    """The cache directory; it may not exist.
-
-    Raises:
-        BuildError: There is no home directory to keep it in.
-    """
+    """The cache directory; it may not exist."""
     try:
         return env.cache_dir()
     except RuntimeError as error:
@@ -98,11 +78,7 @@ def cache_root() -> Path:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether files can be made in ``path``, or it can be made; nothing is written.
-
-    Raises:
-        BuildError: There is a file, or a broken link, where a directory has to be.
-    """
+    """Whether files can be made in ``path``, or it can be made; nothing is written."""
     # a link that leads nowhere is in the way of a directory
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent

@@ -1,7 +1,5 @@
 """Kernels that come compiled with the package, in a wheel of its own kind (`make wheel`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

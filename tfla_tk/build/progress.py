@@ -1,7 +1,5 @@
 """What a call that has to compile for more than a moment tells on stderr."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -11,11 +9,8 @@ _SILENT_S = 2.0
 
 
 class Progress:
-    """Counts what is compiled; silent where that takes less than two seconds.
-
-    Args:
-        total: how many files are compiled. jobs: compiler processes at a time. kept: where they are kept.
-    """
+    """Counts what is compiled; silent where that takes less than two seconds. total: how many files are
+    compiled. jobs: compiler processes at a time. kept: where they are kept."""
 
     def __init__(self, total: int, jobs: int, kept: str) -> None:
         self._total, self._jobs, self._kept, self._done = total, jobs, kept, 0
@@ -25,7 +20,7 @@ class Progress:
         self._timer = threading.Timer(_SILENT_S, self._announce)
         self._timer.daemon = True
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._timer.start()
         return self
 

@@ -1,7 +1,5 @@
 """Where the kernel sources lie, and the ThunderKittens commit they are written for."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -11,11 +9,7 @@ COMMIT_FILE = "THUNDERKITTENS_COMMIT"
 
 
 def kernels_root() -> Path:
-    """The kernel sources: ``kernels/`` of a checkout, ``tfla_tk/_kernels`` of an installed wheel.
-
-    Raises:
-        BuildError: Neither is there.
-    """
+    """The kernel sources: ``kernels/`` of a checkout, ``tfla_tk/_kernels`` of an installed wheel."""
     package = Path(__file__).resolve().parents[1]
     places = (package.parent / "kernels", package / "_kernels")
     for place in places:
@@ -31,11 +25,7 @@ def thunderkittens_commit() -> str:
 
 
 def read(path: Path) -> bytes:
-    """The content of a source file.
-
-    Raises:
-        BuildError: It cannot be read.
-    """
+    """The content of a source file."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,7 +1,5 @@
 """The look-up of ThunderKittens: THUNDERKITTENS_ROOT, the cache, a clone of the pinned commit."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -10,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfla_tk import env
-from tfla_tk.build import sources
+from tfla_tk.build import locking, sources
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.locking import (
-    cache_root,
-    check_directory,
-    explain_os_errors,
-    file_lock,
-    private_directory,
-    scratch_directory,
-)
 
 URL = "https://github.com/HazyResearch/ThunderKittens.git"
 _HEADER = Path("include/kittens.cuh")
@@ -28,13 +18,9 @@ _CLONE_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class ThunderKittens:
-    """A ThunderKittens tree.
-
-    Attributes:
-        root: Its top directory; the headers lie in ``root / "include"``.
-        identity: The pinned commit, or for a tree of the user's a digest of its headers; in the cache key.
-        origin: Which look-up found it.
-    """
+    """A ThunderKittens tree. root: Its top directory; the headers lie in ``root / "include"``. identity:
+    The pinned commit, or for a tree of the user's a digest of its headers; in the cache key. origin: Which
+    look-up found it."""
 
     root: Path
     identity: str
@@ -47,22 +33,17 @@ class ThunderKittens:
 
 
 def find_thunderkittens(clone: bool = True) -> ThunderKittens:
-    """The first of THUNDERKITTENS_ROOT, the cached tree and a fresh clone of the pinned commit.
-
-    Args:
-        clone: Whether the third look-up may go to the network.
-
-    Raises:
-        BuildError: None is there, THUNDERKITTENS_ROOT holds no ThunderKittens, or another user's cache does.
-    """
+    """The first of THUNDERKITTENS_ROOT, the cached tree and a fresh clone of the pinned commit. clone:
+    Whether the third look-up may go to the network. BuildError: None is there, THUNDERKITTENS_ROOT holds
+    no ThunderKittens, or another user's cache does."""
     commit = sources.thunderkittens_commit()
     chosen = env.THUNDERKITTENS_ROOT.get()
     if chosen:
         return _chosen(chosen, commit)
     root = cached_root(commit)
-    with explain_os_errors(root.parent):
+    with locking.explain_os_errors(root.parent):
         if (root / _HEADER).is_file():
-            check_directory(root.parent)
+            locking.check_directory(root.parent)
             return ThunderKittens(root, commit, "cache")
     if not clone:
         raise _not_found(commit, root, "git clone: not tried here")
@@ -72,7 +53,7 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
 
 def cached_root(commit: str) -> Path:
     """Where the pinned commit is kept; BuildError where there is no home directory for the cache."""
-    return cache_root() / "thunderkittens" / commit
+    return locking.cache_root() / "thunderkittens" / commit
 
 
 def _chosen(place: str, commit: str) -> ThunderKittens:
@@ -103,9 +84,12 @@ def _clone(commit: str, root: Path) -> None:
     """Fetch one commit into a scratch directory and rename it into place."""
     chosen = env.THUNDERKITTENS_URL.get()
     url, origin = chosen or URL, f"{env.THUNDERKITTENS_URL.name}={chosen}" if chosen else URL
-    with explain_os_errors(root.parent):
-        private_directory(root.parent)
-        with file_lock(root.parent / f"{commit}.lock"), scratch_directory(root.parent, commit) as scratch:
+    with locking.explain_os_errors(root.parent):
+        locking.private_directory(root.parent)
+        with (
+            locking.file_lock(root.parent / f"{commit}.lock"),
+            locking.scratch_directory(root.parent, commit) as scratch,
+        ):
             if (root / _HEADER).is_file():
                 return
             tree = scratch / "tree"

@@ -1,7 +1,5 @@
 """The look-up of nvcc: TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit, PATH."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -49,14 +47,9 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH.
-
-    Usable is one that finds a host compiler.
-
-    Raises:
-        BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The message lists each place
-            and its fault; the remedy is a host compiler where nothing else is missing.
-    """
+    """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH. Usable is one
+    that finds a host compiler. BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The
+    message lists each place and its fault; the remedy is a host compiler where nothing else is missing."""
     chosen = env.NVCC.get()
     if chosen:
         try:
@@ -101,11 +94,8 @@ def _candidates() -> Iterator[tuple[str, Path]]:
 
 
 def _probe(nvcc: Path, origin: str) -> Toolchain:
-    """Check that nvcc runs, is new enough, has its headers and finds a host compiler.
-
-    Raises:
-        BuildError: It does not; the reason names the origin.
-    """
+    """Check that nvcc runs, is new enough, has its headers and finds a host compiler; BuildError with the
+    origin in its reason where it does not."""
     try:
         return _examined(nvcc, origin)
     except OSError as error:
@@ -132,7 +122,14 @@ def _examined(nvcc: Path, origin: str) -> Toolchain:
     lib = _first_with(root, ("lib64", "lib"), ("libcudart_static.a",))
     if lib is None:
         raise BuildError(f"{origin}: {nvcc} has no libcudart_static.a below {root}", REMEDY)
-    return Toolchain(nvcc, include, lib, version, f"nvcc {match[3]}; {_host_compiler()}", origin)
+    return Toolchain(
+        nvcc,
+        include,
+        lib,
+        version,
+        f"nvcc {match[3]}; {_host_version(env.NVCC_CCBIN.get() or 'g++')}",
+        origin,
+    )
 
 
 def _toolkit_root(nvcc: Path, origin: str) -> Path:
@@ -174,17 +171,14 @@ def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str, host:
     return done.stdout + done.stderr
 
 
-def _host_compiler() -> str:
+def _host_version(name: str) -> str:
     """The first line of the host compiler's version."""
-    name = env.NVCC_CCBIN.get() or "g++"
     path = shutil.which(name)
-    if path is None:
-        return f"no host compiler {name}"
-    return _host_version(path)
+    return f"no host compiler {name}" if path is None else _version_of(path)
 
 
 @functools.lru_cache(maxsize=8)
-def _host_version(path: str) -> str:
+def _version_of(path: str) -> str:
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,20 +1,11 @@
 """Calls of the delta rule: their description, the checks of their arguments, and the call of its kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tfla_tk.calls.linear import (
-    DEFAULT_CHUNK,
-    LinearCall,
-    Operands,
-    check_frame,
-    check_gate,
-    check_operands,
-)
+from tfla_tk.calls.linear import DEFAULT_CHUNK, LinearCall, Operands, check_frame, check_gate, check_operands
 from tfla_tk.core import transforms
 from tfla_tk.core.checks import check_bool, check_device, check_int, check_shape, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor
@@ -24,12 +15,9 @@ CHUNK_SIZES = (16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleCall(LinearCall):
-    """A call of the delta rule as backends judge it.
-
-    gate is "none" (nothing decays: chunk_delta_rule), "token" (g is the log decay) or "raw" (g becomes the
-    log decay by A_log and dt_bias). The flags say what is still to be made of the inputs: the norm of q and
-    k, the sigmoid of beta, and its factor of 2.
-    """
+    """A call of the delta rule as backends judge it. gate is "none" (nothing decays: chunk_delta_rule),
+    "token" (g is the log decay) or "raw" (g becomes the log decay by A_log and dt_bias). The flags say
+    what is still to be made of the inputs: the norm of q and k, the sigmoid of beta, and its factor of 2."""
 
     qk_l2norm: bool = False
     beta_sigmoid: bool = False
@@ -40,18 +28,13 @@ class DeltaRuleCore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::delta_rule_fwd in their order.
 
     Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
         g: [B, T, HV] log decay, or with A_log what it is made from; None: nothing decays.
         beta: [B, T, HV], or with beta_sigmoid what it is made from. g and beta are fp32 or of 16 bits (fp64
             for fp64 q).
         A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
-        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
-        batch_invariant: the option of that name.
+        others: as of `SimpleGLACore`.
     """
 
     q: Tensor
@@ -99,18 +82,8 @@ def check_delta_rule(
     gated: bool,
     **options: Any,
 ) -> DeltaRuleCall:
-    """Check one call of the delta rule and describe it.
-
-    Args:
-        gated: of chunk_gated_delta_rule, whose g is needed; else g is None.
-        initial_state, options: as of `check_frame`.
-        others: as the public functions have them; A_log and dt_bias are not looked at without
-            use_gate_in_kernel.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
-    """
+    """Check one call of chunk_gated_delta_rule, or of chunk_delta_rule, whose g is None, and describe it.
+    Without use_gate_in_kernel A_log and dt_bias are not looked at. options: as of `check_frame`."""
     operands = check_operands(q, k, v)
     gate = "none"
     use_gate = check_bool("use_gate_in_kernel", use_gate_in_kernel)
@@ -152,11 +125,8 @@ def check_strength(
 def check_gate_parameters(
     A_log: Any, dt_bias: Any, q: Tensor, operands: Operands, *, by_channel: bool = False, needs_a: bool = True
 ) -> list[Tensor]:
-    """What makes the log decay of g: A_log, and dt_bias where it is given.
-
-    Args:
-        by_channel: dt_bias is [HV K], not [HV]. needs_a: A_log may not be None.
-    """
+    """What makes the log decay of g: A_log, which may be None without needs_a, and dt_bias where it is
+    given, [HV], or by_channel [HV K]."""
     heads, found = operands.value_heads, []
     of_bias = ("[HV K]", heads * operands.dim_qk) if by_channel else ("[HV]", heads)
     for name, value, layout, size in (("A_log", A_log, "[HV]", heads), ("dt_bias", dt_bias, *of_bias)):

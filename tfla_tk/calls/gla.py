@@ -1,7 +1,5 @@
 """Calls of gated linear attention: the checks of their arguments, and the call of its kernels."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,17 +11,9 @@ from tfla_tk.core.layout import MaybeTensor
 
 
 class GLACore(NamedTuple):
-    """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order.
-
-    Attributes:
-        q, k: [B, T, H, K]. v: [B, T, H, V], q's dtype. Any strides.
-        g: [B, T, H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides.
-        initial_state: [N, H, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
-        batch_invariant: the option of that name.
-    """
+    """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order. g: [B, T,
+    H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides. others: as of `SimpleGLACore`, HV =
+    H."""
 
     q: Tensor
     k: Tensor
@@ -36,25 +26,10 @@ class GLACore(NamedTuple):
 
 
 def check_gla(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    initial_state: Any,
-    *,
-    gate: str = "g",
-    **options: Any,
+    q: Any, k: Any, v: Any, g: Any, initial_state: Any, *, gate: str = "g", **options: Any
 ) -> LinearCall:
-    """Check one call of gated linear attention and describe it; its gate is "channel".
-
-    Args:
-        g: [B, T, H, K]. gate: its name in messages. v has the heads of q.
-        initial_state, options: as of `check_frame`.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
-    """
+    """Check one call of gated linear attention and describe it; its gate is "channel". g: [B, T, H, K],
+    and its name in messages. v has the heads of q. options: as of `check_frame`."""
     operands = check_operands(q, k, v, grouped=False)
     check_tensor(gate, g, 4, "[B, T, H, K]")
     check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")

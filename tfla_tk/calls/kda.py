@@ -1,19 +1,12 @@
 """Calls of Kimi Delta Attention (KDA): their description, the checks of their arguments, and the call of its
 kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tfla_tk.calls.delta_rule import (
-    DeltaRuleCall,
-    check_chunk_size,
-    check_gate_parameters,
-    check_strength,
-)
+from tfla_tk.calls.delta_rule import DeltaRuleCall, check_chunk_size, check_gate_parameters, check_strength
 from tfla_tk.calls.linear import check_frame, check_operands
 from tfla_tk.core import transforms
 from tfla_tk.core.checks import (
@@ -34,12 +27,8 @@ SAFE = -5.0  # fla's safe gate takes lower bounds from here on
 @dataclass(frozen=True, kw_only=True)
 class KDACall(DeltaRuleCall):
     """A call of KDA as backends judge it; its gate is "channel", or "raw" where g becomes the log decay.
-
-    Attributes:
-        lower_bound: of raw gates, or None.
-        intermediate_states: the states between chunks are a third result.
-        safe_gate, disable_recompute, use_graph: how fla's function is to compute it; results are the same.
-    """
+    lower_bound: of raw gates, or None. intermediate_states: the states between chunks are a third result.
+    safe_gate, disable_recompute, use_graph: how fla's function is to compute it; results are the same."""
 
     lower_bound: float | None
     intermediate_states: bool
@@ -110,17 +99,8 @@ def check_kda(
     chunk_size: Any = None,
     **options: Any,
 ) -> KDACall:
-    """Check one call of KDA and describe it.
-
-    Args:
-        initial_state, cu_seqlens, options: as of `check_frame`.
-        others: as the public functions have them; A_log, dt_bias and lower_bound are not looked at without
-            use_gate_in_kernel.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
-    """
+    """Check one call of KDA and describe it. Without use_gate_in_kernel A_log, dt_bias and lower_bound are
+    not looked at. options: as of `check_frame`."""
     operands = check_operands(q, k, v)
     check_tensor("g", g, 4, "[B, T, HV, K]")
     check_shape("g", g, (*operands.gate_shape, operands.dim_qk), "[B, T, HV] of v and K of q")

@@ -1,7 +1,5 @@
 """Calls of the operators in [B, T, H, D]: their description, and the checks of their arguments."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,23 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla_tk.core import transforms
+from tfla_tk.core import checks, transforms
 from tfla_tk.core.call import Call
-from tfla_tk.core.checks import (
-    OFFSET_DTYPES,
-    autocast_dtype,
-    check_bool,
-    check_cu_seqlens,
-    check_device,
-    check_dtype_of_q,
-    check_head_dim,
-    check_int,
-    check_number,
-    check_shape,
-    check_tensor,
-    counted,
-    fail,
-)
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_eager
@@ -63,9 +46,7 @@ class LinearCall(Call):
 
     def goes_by_token(self, most: int = MOST_STEPS) -> bool:
         """Whether a recurrence serves the call best: up to `most` tokens per sequence, without gradients.
-
-        Of packed sequences, whose lengths are on the device, the mean counts.
-        """
+        Of packed sequences, whose lengths are on the device, the mean counts."""
         sequences = self.sequences if self.varlen else 1
         return self.recurrent and not self.requires_grad and self.seq <= most * sequences
 
@@ -105,17 +86,8 @@ def check_simple_gla(
     chunk_size: int | None,
     **options: Any,
 ) -> LinearCall:
-    """Check one call with a scalar decay and describe it.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV]. g_gamma: [HV]. At most one of them.
-        initial_state, options: as of `check_frame`.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value; g and g_gamma both.
-    """
+    """Check one call with a scalar decay, g [B, T, HV] or g_gamma [HV] or none, and describe it. options:
+    as of `check_frame`."""
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
     frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)
@@ -146,35 +118,37 @@ class Operands(NamedTuple):
 
 def check_operands(q: Any, k: Any, v: Any, *, grouped: bool = True) -> Operands:
     """Check q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H; grouped=False: HV is H."""
-    check_tensor("q", q, 4, "[B, T, H, K]")
+    checks.check_tensor("q", q, 4, "[B, T, H, K]")
     batch, seq, heads, dim_qk = q.shape
-    check_tensor("k", k, 4, "[B, T, H, K]")
-    check_shape("k", k, (batch, seq, heads, dim_qk), "[B, T, H, K] of q")
-    check_tensor("v", v, 4, "[B, T, HV, V]")
+    checks.check_tensor("k", k, 4, "[B, T, H, K]")
+    checks.check_shape("k", k, (batch, seq, heads, dim_qk), "[B, T, H, K] of q")
+    checks.check_tensor("v", v, 4, "[B, T, HV, V]")
     value_heads, dim_v = v.shape[2:]
-    check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
+    checks.check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
     found = f"{value_heads} with shape {tuple(v.shape)}"
     if value_heads != heads and not grouped:
-        fail("v", f"the {counted(heads, 'head')} of q (repeat q, k and their gates for more)", found)
+        checks.fail(
+            "v", f"the {checks.counted(heads, 'head')} of q (repeat q, k and their gates for more)", found
+        )
     if value_heads != heads and (heads == 0 or value_heads == 0 or value_heads % heads != 0):
-        fail("v", f"a multiple of q's {counted(heads, 'head')}", found)
-    check_head_dim("q", q)
-    check_head_dim("v", v)
+        checks.fail("v", f"a multiple of q's {checks.counted(heads, 'head')}", found)
+    checks.check_head_dim("q", q)
+    checks.check_head_dim("v", v)
     for name, value in (("k", k), ("v", v)):
-        check_device(name, value, q.device)
-    dtype = autocast_dtype(q, None)
+        checks.check_device(name, value, q.device)
+    dtype = checks.autocast_dtype(q, None)
     if dtype is None:
         dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
-            check_dtype_of_q(name, value, dtype)
+            checks.check_dtype_of_q(name, value, dtype)
     return Operands(batch, seq, heads, value_heads, dim_qk, dim_v, dtype)
 
 
 def check_gate(name: str, value: Any, q: Tensor, shape: tuple[int, int, int]) -> None:
     """A number per token and head of v."""
-    check_tensor(name, value, 3, "[B, T, HV]")
-    check_shape(name, value, shape, "[B, T, HV] of v")
-    check_device(name, value, q.device)
+    checks.check_tensor(name, value, 3, "[B, T, HV]")
+    checks.check_shape(name, value, shape, "[B, T, HV] of v")
+    checks.check_device(name, value, q.device)
 
 
 def check_frame(
@@ -202,10 +176,10 @@ def check_frame(
             heads of a state in messages.
     """
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
+        checks.check_cu_seqlens(cu_seqlens, q)
     _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)
     check_same_offsets(cu_seqlens, cu_seqlens_cpu)
-    state_v_first = check_bool("state_v_first", state_v_first)
+    state_v_first = checks.check_bool("state_v_first", state_v_first)
     sequences = operands.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         rows = "B" if cu_seqlens is None else "N"
@@ -213,19 +187,19 @@ def check_frame(
         dims = operands.dim_qk, operands.dim_v
         if state_v_first:
             layout, swapped, dims = swapped, layout, dims[::-1]
-        check_tensor("initial_state", initial_state, 4, layout)
+        checks.check_tensor("initial_state", initial_state, 4, layout)
         hint, last = "", initial_state.shape[2:]
         if last != dims and last == dims[::-1]:
             hint = f" (state_v_first={not state_v_first} of {v_first_in} takes {swapped})"
         expected = (sequences, operands.value_heads, *dims)
-        check_shape("initial_state", initial_state, expected, layout, hint)
-        check_device("initial_state", initial_state, q.device)
+        checks.check_shape("initial_state", initial_state, expected, layout, hint)
+        checks.check_device("initial_state", initial_state, q.device)
     return {
         **operands._asdict(),
         "device": q.device,
         "sequences": sequences,
         "scale": operands.dim_qk**-0.5 if scale is None else _check_scale(scale),
-        "output_final_state": check_bool("output_final_state", output_final_state),
+        "output_final_state": checks.check_bool("output_final_state", output_final_state),
         "has_initial": initial_state is not None,
         "state_v_first": state_v_first,
         "varlen": cu_seqlens is not None,
@@ -234,38 +208,36 @@ def check_frame(
 
 
 def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
-    """The place of a layer among all of them, from 0 to one less than their number; as Python's integers.
-
-    Raises:
-        TypeError: not an int. ValueError: out of range.
-    """
+    """The place of a layer among all of them, from 0 to one less than their number; as Python's integers."""
     expected = "an int, or g_gamma in its place"
-    layer = check_int("layer_idx", layer_idx, expected)
-    count = check_int("num_layers", num_layers, expected)
+    layer = checks.check_int("layer_idx", layer_idx, expected)
+    count = checks.check_int("num_layers", num_layers, expected)
     if count < 1:
-        fail("num_layers", "at least 1", num_layers)
+        checks.fail("num_layers", "at least 1", num_layers)
     if not 0 <= layer < count:
-        fail("layer_idx", f"0 to num_layers - 1 = {count - 1}", layer_idx)
+        checks.fail("layer_idx", f"0 to num_layers - 1 = {count - 1}", layer_idx)
     return layer, count
 
 
 def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -> str:
     """At most one of the two; which it is."""
     if g is not None and g_gamma is not None:
-        fail("g_gamma", "None where g is given (g + g_gamma is a decay per token)", "both g and g_gamma")
+        checks.fail(
+            "g_gamma", "None where g is given (g + g_gamma is a decay per token)", "both g and g_gamma"
+        )
     if g is not None:
         check_gate("g", g, q, shape)
         return "token"
     if g_gamma is None:
         return "none"
-    check_tensor("g_gamma", g_gamma, 1, "[HV]")
-    check_shape("g_gamma", g_gamma, shape[2:], "[HV] of v")
-    check_device("g_gamma", g_gamma, q.device)
+    checks.check_tensor("g_gamma", g_gamma, 1, "[HV]")
+    checks.check_shape("g_gamma", g_gamma, shape[2:], "[HV] of v")
+    checks.check_device("g_gamma", g_gamma, q.device)
     if torch.is_grad_enabled() and transforms.requires_grad(g_gamma):
         expected = (
             "no requires_grad (a decay per head is a constant; g = g_gamma.expand(B, T, HV) has a gradient)"
         )
-        fail("g_gamma", expected, "a tensor that has it")
+        checks.fail("g_gamma", expected, "a tensor that has it")
     return "head"
 
 
@@ -275,22 +247,20 @@ def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
     if value is None:
         return
     if not isinstance(value, Tensor):
-        fail(name, "a tensor [N + 1] or None", type(value).__name__, TypeError)
+        checks.fail(name, "a tensor [N + 1] or None", type(value).__name__, TypeError)
     if cu_seqlens is None:
-        fail(name, "None without cu_seqlens", "a tensor")
+        checks.fail(name, "None without cu_seqlens", "a tensor")
     if value.device.type not in ("cpu", "meta"):
-        fail(name, "a tensor on the CPU", f"one on {value.device}")
-    if value.dtype not in OFFSET_DTYPES:
-        fail(name, "dtype int32 or int64", value.dtype, TypeError)
-    check_shape(name, value, tuple(cu_seqlens.shape), "[N + 1] of cu_seqlens")
+        checks.fail(name, "a tensor on the CPU", f"one on {value.device}")
+    if value.dtype not in checks.OFFSET_DTYPES:
+        checks.fail(name, "dtype int32 or int64", value.dtype, TypeError)
+    checks.check_shape(name, value, tuple(cu_seqlens.shape), "[N + 1] of cu_seqlens")
 
 
 def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
-    """cu_seqlens_cpu has the entries of cu_seqlens, where these lie on the CPU and nothing traces the call.
-
-    Other arguments pass, also of wrong types. This reads values, on which plans do not depend, so a public
-    function asks it in every call, before it looks for a plan.
-    """
+    """cu_seqlens_cpu has the entries of cu_seqlens, where these lie on the CPU and nothing traces the
+    call. Other arguments pass, also of wrong types. This reads values, on which plans do not depend, so a
+    public function asks it in every call, before it looks for a plan."""
     if not isinstance(cu_seqlens, Tensor) or not isinstance(cu_seqlens_cpu, Tensor):
         return
     tensors = cu_seqlens, cu_seqlens_cpu
@@ -303,20 +273,20 @@ def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
     for index, (expected, got) in enumerate(zip(*(x.tolist() for x in tensors), strict=True)):
         if expected != got:
             where = f"{got} at index {index}, where cu_seqlens has {expected}"
-            fail("cu_seqlens_cpu", "the offsets of cu_seqlens", where)
+            checks.fail("cu_seqlens_cpu", "the offsets of cu_seqlens", where)
 
 
 def _check_scale(value: Any) -> float:
     """A finite number, Python's or NumPy's; returned as a float."""
-    scale = check_number("scale", value, "a number or None")
+    scale = checks.check_number("scale", value, "a number or None")
     if not abs(scale) < math.inf:  # math.isfinite takes no symbol of torch.compile
-        fail("scale", "a finite number", value)
+        checks.fail("scale", "a finite number", value)
     return scale
 
 
 def _check_power_of_two(name: str, value: Any) -> int:
     """A positive power of two, of Python's or NumPy's integers; returned as Python's."""
-    size = check_int(name, value, "an int or None")
+    size = checks.check_int(name, value, "an int or None")
     if size < 1 or size & (size - 1):
-        fail(name, "a power of two", value)
+        checks.fail(name, "a power of two", value)
     return size

@@ -1,33 +1,13 @@
 """Calls of mLSTM: their description, and the checks of their arguments, on metadata alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk.core import transforms
+from tfla_tk.core import checks, transforms
 from tfla_tk.core.call import Call
-from tfla_tk.core.checks import (
-    CHUNK_MULTIPLE,
-    FLOAT_DTYPES,
-    KERNEL_DTYPES,
-    ExpectedTensor,
-    autocast_dtype,
-    check_bool,
-    check_chunk_size,
-    check_constant,
-    check_cu_seqlens,
-    check_dtype_of_q,
-    check_eps,
-    check_expected,
-    check_head_dim,
-    check_optional_dtype,
-    check_tensor,
-    fail,
-)
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 
@@ -38,13 +18,9 @@ MaybeGrads: TypeAlias = tuple[MaybeTensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMCall(Call):
-    """What a backend needs to know about one mLSTM call to accept or refuse it.
-
-    Attributes:
-        recompute_states: for the Triton kernels' backward.
-        dtype_state: of the state that is returned; of a step and a few tokens alone, as inplace.
-        inplace: each part of the given state is overwritten in the dtype it has.
-    """
+    """What a backend needs to know about one mLSTM call to accept or refuse it. recompute_states: for the
+    Triton kernels' backward. dtype_state: of the state that is returned; of a step and a few tokens alone,
+    as inplace. inplace: each part of the given state is overwritten in the dtype it has."""
 
     sigmoid_gate: bool
     normalize: bool
@@ -74,49 +50,33 @@ def check_mlstm(
     autocast_kernel_dtype: torch.dtype | None = None,
     recompute_states_in_bw: bool = True,
 ) -> MLSTMCall:
-    """Check one call of `mlstm_chunkwise` or `mlstm_siging_chunkwise` and describe it.
-
-    Args:
-        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
-        i, f: gate pre-activations [B, NH, S].
-        c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], with N
-            in place of B where cu_seqlens is given.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        autocast_kernel_dtype, recompute_states_in_bw: as the public functions have them.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value, an incomplete initial state.
-    """
-    check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
-    recompute_states = check_bool("recompute_states_in_bw", recompute_states_in_bw)
-    dtype = autocast_dtype(q, autocast_kernel_dtype)
-    batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, "B, NH, S")
+    """Check one call of `mlstm_chunkwise` or `mlstm_siging_chunkwise`, whose arguments it has, and
+    describe it."""
+    checks.check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, checks.KERNEL_DTYPES)
+    recompute_states = checks.check_bool("recompute_states_in_bw", recompute_states_in_bw)
+    dtype = checks.autocast_dtype(q, autocast_kernel_dtype)
+    sizes = _check_tokens(q, k, v, i, f, "B, NH, S")
+    batch, heads, dim_qk, dim_v = (sizes[name] for name in ("batch", "heads", "dim_qk", "dim_v"))
     if dtype is None:
         dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
-            check_dtype_of_q(name, value, q.dtype)
+            checks.check_dtype_of_q(name, value, q.dtype)
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
-    normalize = check_bool("normalize", normalize)
+        checks.check_cu_seqlens(cu_seqlens, q)
+    normalize = checks.check_bool("normalize", normalize)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, label = (sequences, heads, dim_qk, dim_v), "B" if cu_seqlens is None else "N"
     _check_initial_state(
         q, rows, label, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
     )
-    return_last_states = check_bool("return_last_states", return_last_states)
-    eps = check_eps(eps)
-    chunk_size = check_chunk_size(chunk_size)
+    return_last_states = checks.check_bool("return_last_states", return_last_states)
+    eps = checks.check_eps(eps)
+    chunk_size = checks.check_chunk_size(chunk_size)
     return MLSTMCall(
         **transforms.of_call((q, k, v, i, f, c_initial, n_initial), (m_initial,)),
-        device=q.device,
+        **sizes,
         dtype=dtype,
-        batch=batch,
         sequences=sequences,
-        heads=heads,
-        seq=seq,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=return_last_states,
@@ -129,15 +89,8 @@ def check_mlstm(
 
 
 def check_mlstm_step(*tensors: Any, **arguments: Any) -> MLSTMCall:
-    """Check one mLSTM step and describe it as a call of one time step.
-
-    Args:
-        tensors, arguments: those of `check_mlstm_sequence`, but for q, k [B, NH, DHQK], v [B, NH, DHHV] and
-            i, f [B, NH, 1].
-
-    Raises:
-        TypeError, ValueError: as in `check_mlstm_sequence`.
-    """
+    """Check one step: as `check_mlstm_sequence`, but for q, k [B, NH, DHQK], v [B, NH, DHHV] and i, f [B,
+    NH, 1]."""
     return check_mlstm_sequence(*tensors, **arguments, of_tokens="B, NH")
 
 
@@ -158,59 +111,44 @@ def check_mlstm_sequence(
     inplace: bool = False,
     of_tokens: str = "B, NH, S",
 ) -> MLSTMCall:
-    """Check a few tokens of mLSTM that go on from a state, and describe them.
-
-    Args:
-        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
-        i, f: gate pre-activations [B, NH, S].
-        c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
-        inplace: whether the state will be overwritten.
-        of_tokens: the dimensions before the head dims.
-
-    Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
-    """
-    batch, heads, seq, dim_qk, dim_v = _check_tokens(q, k, v, i, f, of_tokens)
-    state: list[ExpectedTensor] = [
+    """Check a few tokens of mLSTM that go on from a state, as `mlstm_sequence` has them, and describe
+    them; m is None with the sigmoid gate. of_tokens: the dimensions before the head dims."""
+    sizes = _check_tokens(q, k, v, i, f, of_tokens)
+    batch, heads, dim_qk, dim_v = (sizes[name] for name in ("batch", "heads", "dim_qk", "dim_v"))
+    state: list[checks.ExpectedTensor] = [
         ("c", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
         ("n", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
     ]
     if not sigmoid_gate:
         state.append(("m", m, (batch, heads, 1), "[B, NH, 1]"))
-    check_expected(q, state)
+    checks.check_expected(q, state)
     for name, t in (("k", k), ("v", v)):
-        check_dtype_of_q(name, t, q.dtype)
-    normalize = check_bool("normalize", normalize)
-    eps = check_eps(eps)
-    check_optional_dtype("dtype_state", dtype_state, FLOAT_DTYPES)
+        checks.check_dtype_of_q(name, t, q.dtype)
+    normalize = checks.check_bool("normalize", normalize)
+    eps = checks.check_eps(eps)
+    checks.check_optional_dtype("dtype_state", dtype_state, checks.FLOAT_DTYPES)
     of_transforms = transforms.of_call((q, k, v, i, f, c, n), (m,))
-    inplace = check_bool("inplace", inplace)
+    inplace = checks.check_bool("inplace", inplace)
     if inplace and of_transforms["requires_grad"]:
-        fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
-    check_constant("m", m)
+        checks.fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
+    checks.check_constant("m", m)
     for name, value in (("c", c), ("n", n), ("m", m)):
         if not inplace or value is None:
             continue
         if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
-            fail(name, "a place for every element, in place", f"strides {tuple(value.stride())}")
+            checks.fail(name, "a place for every element, in place", f"strides {tuple(value.stride())}")
         if dtype_state not in (None, value.dtype):
-            fail("dtype_state", f"None or {value.dtype}, the dtype of {name}, in place", dtype_state)
+            checks.fail("dtype_state", f"None or {value.dtype}, the dtype of {name}, in place", dtype_state)
     return MLSTMCall(
         **of_transforms,
-        device=q.device,
+        **sizes,
         dtype=q.dtype,
-        batch=batch,
         sequences=batch,
-        heads=heads,
-        seq=seq,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=True,
         varlen=False,
-        chunk_size=CHUNK_MULTIPLE,
+        chunk_size=checks.CHUNK_MULTIPLE,
         eps=eps,
         batch_invariant=is_batch_invariant(),
         dtype_state=dtype_state or state_dtype(q),
@@ -218,20 +156,15 @@ def check_mlstm_sequence(
     )
 
 
-def _check_tokens(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str
-) -> tuple[int, int, int, int, int]:
-    """Check what there is of every token; B, NH, S, DHQK and DHHV.
-
-    Args:
-        of_tokens: the dimensions before the head dims; without S there is one token, with gates [B, NH, 1].
-    """
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str) -> dict[str, Any]:
+    """Check what there is of every token; sizes and device as fields of an `MLSTMCall`. of_tokens: the
+    dimensions before the head dims; without S there is one token, with gates [B, NH, 1]."""
     rank = of_tokens.count(",") + 2
-    check_tensor("q", q, rank, f"[{of_tokens}, DHQK]")
-    check_tensor("v", v, rank, f"[{of_tokens}, DHHV]")
+    checks.check_tensor("q", q, rank, f"[{of_tokens}, DHQK]")
+    checks.check_tensor("v", v, rank, f"[{of_tokens}, DHHV]")
     sizes, dim_v = q.shape[:-1], v.shape[-1]
     gates, of_gates = (sizes, f"[{of_tokens}] of q") if rank == 4 else ((*sizes, 1), "[B, NH, 1]")
-    check_expected(
+    checks.check_expected(
         q,
         [
             ("k", k, q.shape, f"[{of_tokens}, DHQK] of q"),
@@ -240,10 +173,11 @@ def _check_tokens(
             ("f", f, gates, of_gates),
         ],
     )
-    check_head_dim("q", q)
-    check_head_dim("v", v)
-    batch, heads, *tokens = sizes
-    return batch, heads, tokens[0] if tokens else 1, q.shape[-1], dim_v
+    checks.check_head_dim("q", q)
+    checks.check_head_dim("v", v)
+    batch, heads, seq = (*sizes, 1)[:3]
+    of_heads = {"heads": heads, "dim_qk": q.shape[-1], "dim_v": dim_v}
+    return {"device": q.device, "batch": batch, "seq": seq, **of_heads}
 
 
 def _check_initial_state(
@@ -264,11 +198,11 @@ def _check_initial_state(
         wanted = f"all of {', '.join(needed)} or none" if len(needed) > 1 else f"{needed[0]} or none"
         if m is not None and not needs_m:
             wanted += " (the sigmoid gate has no m_initial)"
-        fail("initial state", wanted, f"only {', '.join(given)}")
-    states: list[ExpectedTensor] = [
+        checks.fail("initial state", wanted, f"only {', '.join(given)}")
+    states: list[checks.ExpectedTensor] = [
         ("c_initial", c, shape, f"[{rows}, NH, DHQK, DHHV]"),
         ("n_initial", n, shape[:3], f"[{rows}, NH, DHQK]"),
         ("m_initial", m, (*shape[:2], 1), f"[{rows}, NH, 1]"),
     ]
-    check_expected(q, [state for state in states if state[1] is not None])
-    check_constant("m_initial", m)
+    checks.check_expected(q, [state for state in states if state[1] is not None])
+    checks.check_constant("m_initial", m)

@@ -1,7 +1,5 @@
 """A few tokens of the operators in [B, T, H, D] by a recurrence: the call of its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,18 +18,15 @@ class RecurrentCore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::recurrent in their order.
 
     Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
         g: log decay [B, T, HV] or [B, T, HV, K]; with A_log what it is made from; None: nothing decays.
         beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
-        A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
+        A_log: [HV], or None. dt_bias: [HV], with a decay per key channel [HV K], or None. With A_log or
+            lower_bound the log decay is made of g as of a `KDACore`.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number
             of packed sequences.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q.
-        qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
-        beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
+        lower_bound: as of a `KDACore`.
         output_final_state: the state after the last token is wanted.
+        others: as of `DeltaRuleCore`.
     """
 
     q: Tensor
@@ -48,6 +43,7 @@ class RecurrentCore(NamedTuple):
     qk_l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
+    lower_bound: float | None
     output_final_state: bool
 
     @property
@@ -58,12 +54,7 @@ class RecurrentCore(NamedTuple):
     @property
     def is_raw(self) -> bool:
         """The log decay is to be made of g."""
-        return self.g is not None and self.A_log is not None
-
-    @property
-    def lower_bound(self) -> None:
-        """Of the log decay: there is none."""
-        return None
+        return self.g is not None and (self.A_log is not None or self.lower_bound is not None)
 
     @property
     def sequences(self) -> int:
@@ -107,13 +98,9 @@ def check_recurrent(
     inplace: Any,
     **arguments: Any,
 ) -> LinearCall:
-    """Check one call token by token and describe it.
-
-    Args:
-        check: of the family's chunkwise functions.
-        initial_state: as there, or with state_indices a pool [slots, HV, K, V].
-        state_indices: [N] int32, or None. inplace: the state is overwritten.
-    """
+    """Check one call token by token and describe it. check: of the family's chunkwise functions.
+    initial_state: as there, or with state_indices a pool [slots, HV, K, V]. state_indices: [N] int32, or
+    None. inplace: the state is overwritten."""
     in_place = check_bool("inplace", inplace)
     if state_indices is not None:
         if not in_place:
@@ -132,7 +119,8 @@ def check_recurrent(
         fail("inplace", "False where a gradient is recorded", in_place)
     if call.transformed:
         fail("inplace", "False under transforms of torch.func", in_place)
-    if initial_state.stride()[1:] != _dense_strides(initial_state):
+    *_, rows, columns = initial_state.shape
+    if initial_state.stride()[1:] != (rows * columns, columns, 1):
         fail(
             "initial_state",
             "contiguous states [HV, K, V] with inplace=True",
@@ -141,11 +129,6 @@ def check_recurrent(
     if not call.output_final_state:
         fail("output_final_state", "True with inplace=True, which returns the state", False)
     return replace(call, state_in_place=initial_state.dtype)
-
-
-def _dense_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of a contiguous x, without the first dimension."""
-    return x.shape[2] * x.shape[3], x.shape[3], 1
 
 
 def check_indices(name: str, indices: Any, pool: Tensor, *, rank: int = 1, layout: str = "[N]") -> None:
@@ -160,14 +143,9 @@ def check_indices(name: str, indices: Any, pool: Tensor, *, rank: int = 1, layou
 
 
 def through_a_copy(serve: Callable[..., Any], at: int, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """A call in place by a backend that returns a new state: read what the indices name, and write it back.
-
-    It waits for the GPU where there are indices.
-
-    Args:
-        serve: the call that returns a new state. at: the place of the state; cu_seqlens and the indices are
-            the last tensors.
-    """
+    """A call in place by a backend that returns a new state: read what the indices name, and write it
+    back. It waits for the GPU where there are indices. serve: the call that returns a new state. at: the
+    place of the state; cu_seqlens and the indices are the last tensors."""
     pool, offsets, indices = tensors[at], *tensors[-2:]
     named = pool if indices is None else pool[indices.clamp(min=0)]
     o, last = serve(*tensors[:at], named, *tensors[at + 1 : -1], None)

@@ -1,7 +1,5 @@
 """What the descriptions of the calls of all families have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Every message names the argument, what was expected and what came.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Iterable

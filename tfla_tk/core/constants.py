@@ -1,7 +1,5 @@
 """Small tensors that never change, made once for each device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -14,11 +12,8 @@ Key = TypeVar("Key", bound=Hashable)
 def kept_on_device(
     kept: dict[Key, Tensor], key: Key, device: torch.device, make: Callable[[torch.device], Tensor]
 ) -> Tensor:
-    """What `kept` has under a key, else what `make(device)` returns, kept for the next time.
-
-    Args:
-        key: the device among what tells it.
-    """
+    """What `kept` has under a key, which tells the device, else what `make(device)` returns, kept for the
+    next time."""
     found = kept.get(key)
     if found is not None:
         return found

@@ -4,11 +4,8 @@ Backends are asked through `backends.registry`. "auto" takes the first one that 
 the order of BACKENDS; a backend asked for by name serves the call or raises.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfla_tk.backends.registry import BACKENDS, family_module
@@ -19,26 +16,22 @@ from tfla_tk.core.support import SUPPORTED, Choice, Support, together
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Operator:
-    """A public function and the step that turns its arguments into (kernel name, call description)."""
-
-    function: Callable[..., Any]
-    describe: Callable[..., tuple[str, Any]]
+# the public functions by their names; a reload of this module alone keeps what other modules have registered
+OPERATORS: dict[str, Callable[..., Any]] = globals().get("OPERATORS", {})
 
 
-# a reload of this module alone keeps what other modules have registered
-OPERATORS: dict[str, Operator] = globals().get("OPERATORS", {})
+def operator(function: Function) -> Function:
+    """Register a public function for `which`. It hands its `backend` on to `plan.CallPath`."""
+    OPERATORS[function.__name__] = function
+    return function
 
 
-def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], Function]:
-    """Register a public function for `which`; `describe` takes all of its arguments by keyword."""
+class Described(Exception):
+    """In the place of `backend`: the call is to be described, not served. kernel, call: the kernel's name
+    and the description, once it is raised."""
 
-    def register(function: Function) -> Function:
-        OPERATORS[function.__name__] = Operator(function, describe)
-        return function
-
-    return register
+    kernel: str
+    call: Any
 
 
 def split_backend(backend: str) -> tuple[str, str | None]:
@@ -75,16 +68,10 @@ def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Sup
 
 
 def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:
-    """The backend and variant that serve the call.
-
-    Args:
-        load: have the backend load what the call needs, as a call does before it is computed; "auto" goes on
-            to the next one where that fails.
-
-    Raises:
-        UnsupportedError: a backend asked for by name cannot serve it, or under "auto" none can.
-        CaptureError: a kernel would have to be compiled while a CUDA graph is being captured.
-    """
+    """The backend and variant that serve the call. load: have the backend load what the call needs, as a
+    call does before it is computed; "auto" goes on to the next one where that fails. UnsupportedError: a
+    backend asked for by name cannot serve it, or under "auto" none can. CaptureError: a kernel would have
+    to be compiled while a CUDA graph is being captured."""
     name, variant = split_backend(backend)
     if name == "auto":
         for candidate in BACKENDS:
@@ -102,18 +89,19 @@ def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) 
 
 
 def describe(op: str, *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
-    """The backend that a call of a public function asks for, the kernel's name, and the call's description.
-
-    Raises:
-        TypeError, ValueError: whatever the call itself would raise about its arguments.
-    """
-    entry = OPERATORS[op]
+    """The backend that a call of a public function asks for, the kernel's name, and the call's
+    description. TypeError, ValueError: whatever the call itself would raise about its arguments."""
     try:
-        bound = inspect.signature(entry.function).bind(*args, **kwargs)
+        bound = inspect.signature(OPERATORS[op]).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{op}: {error}") from None
-    bound.apply_defaults()
-    return bound.arguments["backend"], *entry.describe(**bound.arguments)
+    backend = bound.arguments.get("backend", "auto")
+    bound.arguments["backend"] = asked = Described()
+    try:
+        OPERATORS[op](*bound.args, **bound.kwargs)
+    except Described:
+        return backend, asked.kernel, asked.call
+    raise AssertionError(f"{op} has served a call that was to be described")
 
 
 def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:

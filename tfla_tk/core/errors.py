@@ -1,7 +1,5 @@
 """Exceptions of tfla_tk. Bad arguments raise the builtin ValueError and TypeError."""
 
-from __future__ import annotations
-
 _loaded_before = globals().get("UnsupportedError")
 
 

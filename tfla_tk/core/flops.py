@@ -3,8 +3,6 @@
 Multiplications and additions per token and head of the chunkwise form with fused chunks of CHUNK tokens.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import math
@@ -59,11 +57,8 @@ _formulas: dict[str, Callable[..., int]] = {}
 
 
 def register(op: str, per_token: Callable[[int, int], int]) -> None:
-    """Have FlopCounterMode count the op tfla_tk::<op>, whose tensors begin with q, k and v.
-
-    Args:
-        per_token: FLOPs per token and head of v from the head dims of q and v.
-    """
+    """Have FlopCounterMode count the op tfla_tk::<op>, whose tensors begin with q, k and v: per_token
+    FLOPs per token and head of v from the head dims of q and v."""
 
     def formula(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **options: Any) -> int:
         return math.prod(v[:-1]) * per_token(q[-1], v[-1])

@@ -1,17 +1,13 @@
 """Which packages are installed, without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.machinery import ModuleSpec
 
 
 def find_package(name: str) -> ModuleSpec | None:
-    """The spec of an installed top-level package, or None.
-
-    A module that a program has put into sys.modules without a spec, to stand for the package, counts as not
-    installed: nothing can be imported from it.
-    """
+    """The spec of an installed top-level package, or None. A module that a program has put into
+    sys.modules without a spec, to stand for the package, counts as not installed: nothing can be imported
+    from it."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -5,8 +5,6 @@ to its backward. So a change between a forward and its backward, which autograd 
 does not reach that backward.
 """
 
-from __future__ import annotations
-
 from tfla_tk.core.checks import check_bool
 
 _on = False

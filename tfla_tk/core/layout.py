@@ -1,7 +1,5 @@
 """Where several layers must agree on data: chunks, segments, dtypes of states, forms."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,25 +26,17 @@ MaybeTensor: TypeAlias = Tensor | None
 
 
 class Cut(NamedTuple):
-    """How the sequences of a call are cut, as the kernels take it.
-
-    Attributes:
-        segments: of all sequences together; with packed sequences the numbers that there are for them
-            (segments.cuh): one for each sequence and one for every whole segment of tokens.
-        chunks: per segment; the last segment of a sequence may have fewer.
-    """
+    """How the sequences of a call are cut, as the kernels take it. segments: of all sequences together;
+    with packed sequences the numbers that there are for them (segments.cuh): one for each sequence and one
+    for every whole segment of tokens. chunks: per segment; the last segment of a sequence may have fewer."""
 
     segments: int
     chunks: int
 
 
 class Kept(NamedTuple):
-    """What a forward's kernels leave for their backward.
-
-    Attributes:
-        tensors: saved by autograd; None where there is none.
-        layout: what is in them: plain data.
-    """
+    """What a forward's kernels leave for their backward. tensors: saved by autograd; None where there is
+    none. layout: what is in them: plain data."""
 
     tensors: tuple[MaybeTensor, ...]
     layout: Any = None

@@ -6,8 +6,6 @@ So the library outlives the modules, and what it registers with torch looks up t
 each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +23,8 @@ class Library(torch.library.Library):
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def define(self, schema: str, *args: Any, **options: Any) -> Any:
-        """Define an op, once.
-
-        Raises:
-            RuntimeError: the op is there with another schema; torch cannot replace it.
-        """
+        """Define an op, once; RuntimeError where it is there with another schema, since torch cannot
+        replace it."""
         name = schema.partition("(")[0]
         if name not in self._schemas:
             defined = super().define(schema, *args, **options)

@@ -4,8 +4,6 @@ Validation and the choice of a backend read metadata alone, so plain eager calls
 equal. Neither keys nor results hold a tensor.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -85,7 +83,7 @@ class Memo(Generic[Result]):
         return found
 
 
-_calls: weakref.WeakSet[CallMemo[Any]] = weakref.WeakSet()
+_calls: "weakref.WeakSet[CallMemo[Any]]" = weakref.WeakSet()
 
 
 def forget_calls() -> None:
@@ -96,10 +94,7 @@ def forget_calls() -> None:
 
 class CallMemo(Generic[Result]):
     """Results by the signature of plain eager calls. That a call is like the latest one takes less to see.
-
-    Args:
-        strided: strides are part of the signature.
-    """
+    strided: strides are part of the signature."""
 
     def __init__(self, strided: bool = False) -> None:
         self._strided = strided
@@ -116,10 +111,8 @@ class CallMemo(Generic[Result]):
         self._latest = None
 
     def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
-        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one signature.
-
-        eager says that the call is such a one: nothing traces or intercepts it.
-        """
+        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one
+        signature. eager says that the call is such a one: nothing traces or intercepts it."""
         # while torch.compile traces, `_latest` is not looked at: it would compile anew when that changes
         latest = None if _is_watched() else self._latest
         if latest is not None and latest[0].is_of(tensors, options):
@@ -142,14 +135,9 @@ class CallMemo(Generic[Result]):
 
 
 class _Likeness:
-    """Whether eager calls are plain and of one signature.
-
-    torch's own guards compare metadata in a call for all tensors. They are asked about dense tensors alone:
-    of a nested one they end the process.
-
-    Args:
-        tensors, options: of such a call. strided: strides are part of the signature.
-    """
+    """Whether eager calls are plain and of one signature. torch's own guards compare metadata in a call
+    for all tensors. They are asked about dense tensors alone: of a nested one they end the process.
+    tensors, options: of such a call. strided: strides are part of the signature."""
 
     def __init__(self, tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool) -> None:
         present = [x for x in tensors if x is not None]
@@ -185,16 +173,11 @@ class _Likeness:
 
 
 def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
-    """All that validation, choice and dispatch of a call depend on, but for the machine.
-
-    None for anything but a plain eager call: while something traces, transforms or intercepts torch
-    operations, for tensor subclasses and what torch.func has wrapped, and for arguments that are not of the
-    types that a valid call has.
-
-    Args:
-        tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
-        strided: whether strides count.
-    """
+    """All that validation, choice and dispatch of a call depend on, but for the machine. None for anything
+    but a plain eager call: while something traces, transforms or intercepts torch operations, for tensor
+    subclasses and what torch.func has wrapped, and for arguments that are not of the types that a valid
+    call has. tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
+    strided: whether strides count."""
     types = tuple(map(type, options))
     if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None
@@ -227,10 +210,8 @@ def is_eager(tensors: tuple[Any, ...]) -> bool:
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
-    """Whether a kernel called with the tensors of an eager call does all that the op would do below autograd.
-
-    Not where a negation is still to be done.
-    """
+    """Whether a kernel called with the tensors of an eager call does all that the op would do below
+    autograd. Not where a negation is still to be done."""
     # not any(): a generator would take longer than the question
     for x in tensors:  # noqa: SIM110
         if x is not None and x.is_neg():
@@ -262,10 +243,8 @@ def named_in_profiles(name: str, function: Callable[..., Result]) -> Callable[..
 
 
 def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether the dispatcher has no more to do for any of the tensors than for a plain one.
-
-    Autograd may hand over gradients that stand for zeros or for a batch.
-    """
+    """Whether the dispatcher has no more to do for any of the tensors than for a plain one. Autograd may
+    hand over gradients that stand for zeros or for a batch."""
     keys = _dispatch_keys(plain)
     for x in tensors:  # noqa: SIM110
         if x is not None and _dispatch_keys(x) != keys:
@@ -286,12 +265,10 @@ def are_saved_tensors_hooked() -> bool:
 
 
 def may_keep() -> bool:
-    """Whether a forward should keep for its backward what hooks on saved tensors will see.
-
-    Not where they may move it to a slower memory: those of activation checkpointing make it again instead.
-    Nor where they surround a trace, which does not see them: between a call and its recomputation the graph
-    may be replaced by one that keeps nothing.
-    """
+    """Whether a forward should keep for its backward what hooks on saved tensors will see. Not where they
+    may move it to a slower memory: those of activation checkpointing make it again instead. Nor where they
+    surround a trace, which does not see them: between a call and its recomputation the graph may be
+    replaced by one that keeps nothing."""
     if not _KNOWS_HOOKS:
         return False
     around = _top_saved_tensors_default_hooks(True)  # also those that a trace does not see

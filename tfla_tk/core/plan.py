@@ -4,8 +4,6 @@ Plain eager calls of one signature come out of the first two steps alike, so the
 them: such a call makes its signature, looks up the plan, and calls what serves it.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,18 +15,14 @@ import torch
 from tfla_tk.backends.registry import family_module
 from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
-from tfla_tk.core.dispatch import choose
+from tfla_tk.core.dispatch import Described, choose
 from tfla_tk.core.memo import CallMemo
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
 
 
 class Plan(NamedTuple):
-    """How a call is served.
-
-    Attributes:
-        serve: what the public function computes, from the call's tensors.
-    """
+    """How a call is served. serve: what the public function computes, from the call's tensors."""
 
     call: Any
     backend: str
@@ -57,9 +51,9 @@ class CallPath:
         options: tuple[str, ...],
         check: Callable[..., Any],
         *,
-        cast: int = 0,
-        strided: bool = False,
-        layout: str = "",
+        cast: int = 3,
+        strided: bool = True,
+        layout: str = "[B, T, H, K]",
     ) -> None:
         self.name = name
         self.tensors, self.options = tensors, options
@@ -69,11 +63,6 @@ class CallPath:
         self._cast = cast
         self._layout = layout
         self._warned: set[str] = set()
-
-    def describe(self, **arguments: Any) -> tuple[str, Any]:
-        """(name, description of the call) of a call's arguments by keyword, `backend` among them or not."""
-        arguments.pop("backend", None)
-        return self.name, self._check(**arguments)
 
     def serve(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """What a call of the public function `op` computes, by its backend."""
@@ -88,6 +77,9 @@ class CallPath:
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
         call = self._check(**arguments)
+        if isinstance(backend, Described):
+            backend.kernel, backend.call = self.name, call
+            raise backend
         if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
             self._warn_of_swapped(op, call, arguments)
         name, variant = choose(op, self.name, call, backend)

@@ -1,7 +1,5 @@
 """What a backend says about a call, and what came of it: plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

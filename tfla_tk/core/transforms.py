@@ -4,8 +4,6 @@ The kernels have derivatives in reverse mode alone. A dual number carries its ta
 read, so without a check the tangent would be lost and the derivative come out as zero.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,11 +37,7 @@ def is_dual(x: Any) -> bool:
 
 
 def refuse_tangents(op: str, args: Iterable[Any]) -> None:
-    """RuntimeError for arguments of a registered op with tangents, which it would lose.
-
-    Args:
-        op: its name.
-    """
+    """RuntimeError for arguments of a registered op, of this name, with tangents, which it would lose."""
     if is_forward_mode_on() and any(map(is_dual, args)):
         raise RuntimeError(
             f"tfla_tk::{op} has no forward-mode derivative (jvp, dual numbers); "
@@ -52,10 +46,8 @@ def refuse_tangents(op: str, args: Iterable[Any]) -> None:
 
 
 def has_tangent(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of the tensors carries a tangent, of whichever transform.
-
-    False where torch.compile traces: the op that it traces asks itself.
-    """
+    """Whether one of the tensors carries a tangent, of whichever transform. False where torch.compile
+    traces: the op that it traces asks itself."""
     if torch.compiler.is_compiling() or not is_forward_mode_on():
         return False
     return any(_has_tangent(x) for x in tensors if x is not None)
@@ -81,11 +73,7 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def of_call(inputs: Iterable[Tensor | None], constants: Iterable[Tensor | None]) -> dict[str, Any]:
-    """What differentiates or transforms a call, as fields of its description.
-
-    Args:
-        inputs: the tensors that may have gradients. constants: the others.
-    """
+    """What differentiates or transforms a call, as fields of its description; constants have no gradients."""
     given = [x for x in inputs if x is not None]
     tensors = [*given, *(x for x in constants if x is not None)]
     return {
@@ -102,10 +90,9 @@ def are_active() -> bool:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)` from an op's autograd kernel, under torch.func transforms, too.
-
-    torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of them.
-    A kernel of the dispatcher is called by one transform after the other, and records on that one's level.
-    """
+    torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of
+    them. A kernel of the dispatcher is called by one transform after the other, and records on that one's
+    level."""
     if not are_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
@@ -146,10 +133,8 @@ below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutogra
 
 @contextmanager
 def below_function() -> Iterator[None]:
-    """Where the forward of an autograd function, applied by `apply`, calls its op again.
-
-    Forwards run without grad mode, but the transforms around the one that applies this still have to record.
-    """
+    """Where the forward of an autograd function, applied by `apply`, calls its op again. Forwards run
+    without grad mode, but the transforms around the one that applies this still have to record."""
     recording = are_active()
     with (
         torch.set_grad_enabled(recording or torch.is_grad_enabled()),

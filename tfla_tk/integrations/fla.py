@@ -20,8 +20,7 @@ this package's checks: fla says what is wrong with them, or takes them. On a CPU
 run, the reference serves every call. Importing this module does not import fla.
 """
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import importlib
 import inspect
@@ -50,24 +49,7 @@ from tfla_tk.kda import check_chunk_kda
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "paths", "restore"]
 
 # the names of fla's functions that have one of this package's for the same arguments: fla's module of each
-FUNCTIONS = {
-    name: FLA_OPS[name]
-    for name in (
-        "chunk_simple_gla",
-        "chunk_retention",
-        "chunk_lightning_attn",
-        "chunk_gla",
-        "chunk_delta_rule",
-        "chunk_gated_delta_rule",
-        "chunk_kda",
-        "fused_recurrent_gla",
-        "fused_recurrent_simple_gla",
-        "fused_recurrent_retention",
-        "fused_recurrent_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-        "fused_recurrent_kda",
-    )
-}
+FUNCTIONS = dict(FLA_OPS)
 # those for which fla takes backends of others: what checks a call
 _DISPATCHED = {"chunk_gated_delta_rule": check_gated_delta_rule, "chunk_kda": check_chunk_kda}
 _OPERATIONS = {"chunk_gated_delta_rule": "gated_delta_rule"}  # their names there; others are known themselves
@@ -77,29 +59,15 @@ _APPLIED = {
     "fused_recurrent_kda": "fused_recurrent_kda_fwd",
 }
 
-# options that callers of fla pass as None, or as numbers, for False and True
-_FLAGS = (
-    "output_final_state",
-    "reverse",
-    "state_v_first",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "safe_gate",
-    "disable_recompute",
-    "return_intermediate_states",
-    "use_graph",
-)
-# the arguments that each of fla's functions reads, in their order and whether they are flags, and how many of
-# them may be given by their place
+# the arguments that each of fla's functions reads, in their order and whether they are flags, for which
+# callers pass None and numbers, too; and how many of them may be given by their place
 _READ: dict[str, dict[str, bool]] = {}
 _PLACES: dict[str, int] = {}
 for _name in FUNCTIONS:
     _parameters = inspect.signature(getattr(tfla_tk, _name)).parameters.values()
     _more = {"backend", "state_indices", "inplace"}  # than fla's
     _more |= {"g_gamma"} if _name == "chunk_lightning_attn" else set()
-    _READ[_name] = {each.name: each.name in _FLAGS for each in _parameters if each.name not in _more}
+    _READ[_name] = {each.name: each.annotation is bool for each in _parameters if each.name not in _more}
     _PLACES[_name] = sum(each.kind is not each.KEYWORD_ONLY for each in _parameters)
 # refuse keywords that they do not read; the others ignore them
 _WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")
@@ -107,21 +75,13 @@ _WITHOUT_OTHERS = ("chunk_gla", "fused_recurrent_delta_rule")
 _WITH_HEAD_FIRST = ("chunk_kda", *(name for name in FUNCTIONS if name.startswith("fused_recurrent_")))
 # fla's former name of state_v_first, and the functions that still take it
 _OLD_V_FIRST = "transpose_state_layout"
-_TAKE_OLD_NAME = (
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-    "fused_recurrent_gla",
-    "fused_recurrent_simple_gla",
-    "fused_recurrent_retention",
-    "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_kda",
-)
+_TAKE_OLD_NAME = {*_WITH_HEAD_FIRST, "chunk_gated_delta_rule"} - {"fused_recurrent_delta_rule"}
 
 _log = logging.getLogger("tfla_tk")
 _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
-_last: Path | None = None
+_last: "Path | None" = None
 _counts: Counter[tuple[str, str]] = Counter()
 # the names of the functions that are these kernels now, what is in the place of each of fla's functions by
 # that one, and the classes that are registered with fla; a reload of this module keeps them
@@ -346,11 +306,12 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     ours = getattr(tfla_tk, name)
     if _is_on_cpu(options):
         return _by(name, "reference", _ON_A_CPU, functools.partial(ours, **options, backend="reference"))
+    own_call = functools.partial(own, *args, **kwargs)
     refused = _refused[name]
     if not compiling and len(refused):
         reason = refused.get(_signature(options))
         if reason is not None:
-            return _by_fla(name, own, args, kwargs, reason)
+            return _by(name, "fla", reason, own_call)
     try:
         result = ours(**options, backend="tk")
     except UnsupportedError as error:
@@ -368,15 +329,7 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return result
     if compiling:
         return own(*args, **kwargs)
-    return _by_fla(name, own, args, kwargs, reason)
-
-
-def _by_fla(
-    name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-) -> Any:
-    """A call that the kernels refuse, by fla's own function."""
-    with fla_own.on_its_own():
-        return _by(name, "fla", reason, functools.partial(own, *args, **kwargs))
+    return _by(name, "fla", reason, own_call)
 
 
 _ON_A_CPU = "the tensors are on a CPU"
@@ -508,7 +461,8 @@ def _is_on_cpu(options: dict[str, Any]) -> bool:
 def _by(name: str, backend: str, reason: str, call: Callable[[], Any]) -> Any:
     """What a call by a backend returns, with the log before it and the record behind it."""
     _tell(name, backend, reason)
-    result = call()
+    with fla_own.on_its_own() if backend == "fla" else contextlib.nullcontext():
+        result = call()
     _record(name, backend, reason)
     return result
 

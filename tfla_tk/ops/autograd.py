@@ -3,8 +3,6 @@
 An op's kernel for the Autograd key is `recording` or `without_gradients`; what records is a `function`.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,16 +71,12 @@ def function(
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What torch.autograd.Function.apply calls where no transform of torch.func is near."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:
-    """An autograd function that calls an op and has no backward: where a second derivative would be.
-
-    Args:
-        name: of the class. message: of the RuntimeError that its backward raises.
-    """
+    """An autograd function that calls an op and whose backward raises RuntimeError: where a second
+    derivative would be."""
 
     def forward(*args: Any) -> Recorded:
         with transforms.below_function():
@@ -97,11 +91,7 @@ def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.auto
 def recording(
     name: str, op: Callable[..., Any], recorder: type[torch.autograd.Function]
 ) -> Callable[..., Any]:
-    """The kernel of an op for the Autograd key.
-
-    Args:
-        name: of the op. recorder: what is applied to its arguments where a gradient is recorded.
-    """
+    """The kernel of an op for the Autograd key; the recorder is applied where a gradient is recorded."""
 
     def call(*args: Any) -> Any:
         # torch leaves out what a default stands for
@@ -116,12 +106,8 @@ def recording(
 
 
 def without_gradients(name: str, op: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """The kernel for the Autograd key of an op that has no gradients.
-
-    Args:
-        name: of the op. inputs: how many of its arguments, from the first on, would have them; the others are
-            constants of the differentiation.
-    """
+    """The kernel for the Autograd key of an op that has no gradients; so many of its arguments, from the
+    first on, would have them, the others are constants of the differentiation."""
 
     def call(*args: Any) -> Any:
         transforms.refuse_tangents(name, args)
@@ -139,13 +125,8 @@ def without_gradients(name: str, op: Callable[..., Any], inputs: int) -> Callabl
 def noting_writes(
     in_place: Callable[..., Any], written: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> Callable[..., Any]:
-    """in_place, after which autograd knows what was written.
-
-    A kernel writes by address, so nothing else would tell autograd that what it may have saved has changed.
-
-    Args:
-        written: from the arguments of in_place.
-    """
+    """in_place, after which autograd knows what was written, from its arguments. A kernel writes by
+    address, so nothing else would tell autograd that what it may have saved has changed."""
 
     def call(*args: Any) -> Any:
         result = in_place(*args)
@@ -166,11 +147,8 @@ def below_versions(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain_backward(tensors: tuple[Any, ...], grads: tuple[MaybeTensor, ...]) -> bool:
-    """Whether a backward may call its kernels themselves, not the op.
-
-    Args:
-        tensors: of the backward, plain where it is. grads: as autograd hands them over.
-    """
+    """Whether a backward may call its kernels themselves, not the op; grads are as autograd hands them
+    over."""
     # gradients are recorded for a second derivative alone
     recorded = torch.is_grad_enabled()
     return not recorded and is_eager(tensors) and is_plain(tensors) and dispatch_like(tensors[0], grads)

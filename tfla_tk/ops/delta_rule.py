@@ -5,8 +5,6 @@ say what of the raw inputs the op itself makes: the norm of q and k, the sigmoid
 dt_bias the log decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

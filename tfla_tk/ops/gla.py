@@ -3,8 +3,6 @@
 tfla_tk::gla_fwd takes a `GLACore` and output_final_state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

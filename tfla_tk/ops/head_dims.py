@@ -4,8 +4,6 @@ Channels of zeros change nothing in the others, forward or backward. torch's ope
 autograd cuts the gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -24,12 +22,7 @@ def fits(call: LinearCall) -> bool:
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: MaybeTensor) -> Any:
-    """The same with head dims that are multiples of 16.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. initial_state: [N, HV, K, V].
-        gates: those per key channel [B, T, H, K] are padded; others have no head dim.
-    """
+    """q, k, v, states, and gates [B, T, H, K] among the gates, with head dims that are multiples of 16."""
     more_k, more_v = -q.shape[-1] % STEP, -v.shape[-1] % STEP
     if initial_state is not None:
         initial_state = pad(initial_state, (0, more_v, 0, more_k))

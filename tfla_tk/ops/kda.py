@@ -3,20 +3,17 @@
 tfla_tk::kda_fwd takes a `KDACore` and output_final_state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.nn.functional import pad
 
 from tfla_tk.calls.kda import KDACall, KDACore
-from tfla_tk.core import flops
-from tfla_tk.core.layout import MaybeTensor, state_dtype
-from tfla_tk.ops.delta_rule import by_reference, from_raw, gradients
+from tfla_tk.core.layout import state_dtype
+from tfla_tk.ops import delta_rule
 from tfla_tk.ops.head_dims import STEP, as_asked
-from tfla_tk.ops.linear import Family, LinearOps
+from tfla_tk.ops.linear import LinearOps
 
 
 class KDAOps(LinearOps):
@@ -32,18 +29,10 @@ class KDAOps(LinearOps):
 
         *inputs, cu_seqlens, cu_seqlens_cpu = tensors
         offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        core = from_raw(self._core(call, (*inputs, offsets, None)))
+        core = delta_rule.from_raw(self._core(call, (*inputs, offsets, None)))
+        operands, of_states = (core.q, core.k, core.v, core.g, core.beta), call.output_final_state
         o, last, states = forms.kda_with_states(
-            core.q,
-            core.k,
-            core.v,
-            core.g,
-            core.beta,
-            scale=call.scale,
-            initial_state=core.initial_state,
-            output_final_state=call.output_final_state,
-            cu_seqlens=core.cu_seqlens,
-            chunk_size=call.chunk_size,
+            *operands, call.scale, core.initial_state, of_states, core.cu_seqlens, call.chunk_size
         )
         # without a token it may be the initial state itself
         last = None if last is None else as_asked(call, last.to(state_dtype(core.v), copy=True))
@@ -54,15 +43,7 @@ class KDAOps(LinearOps):
         if core.dt_bias is not None and call.dim_qk % STEP:
             rows = pad(core.dt_bias.view(-1, call.dim_qk), (0, -call.dim_qk % STEP))
             core = core._replace(dt_bias=rows.flatten())
-        found: KDACore = super()._padded(call, core)
-        return found
-
-
-def log_decay(call: KDACall, g: Tensor, a_log: MaybeTensor, dt_bias: MaybeTensor) -> Tensor:
-    """The log decay of a call, made of raw gates on the host: for kernels that take no raw ones."""
-    import tfla_tk.reference as forms
-
-    return forms.delta_log_decay(g, a_log, dt_bias, call.lower_bound) if call.gate == "raw" else g
+        return super()._padded(call, core)
 
 
 def _core(call: KDACall, tensors: Sequence[Any]) -> KDACore:
@@ -79,27 +60,15 @@ def _kernels() -> Any:
     return launch
 
 
+_OPTIONS = delta_rule.ops.family.options
 ops = KDAOps(
-    Family(
+    replace(
+        delta_rule.ops.family,
         name="kda",
         title="KDA",
-        inputs=("q", "k", "v", "g", "beta", "A_log?", "dt_bias?", "initial_state?", "cu_seqlens?"),
-        heads=(2, 2, 2, 2, 2, 0, 0, 1, 0),
-        options=(
-            "float scale",
-            "bool qk_l2norm",
-            "bool beta_sigmoid",
-            "bool neg_eigval",
-            "float? lower_bound",
-            "bool batch_invariant",
-        ),
-        gates=("g", "A_log", "dt_bias"),
+        options=(*_OPTIONS[:-1], "float? lower_bound", _OPTIONS[-1]),
         core=KDACore,
         read=_core,
-        reference=by_reference,
-        gradients=gradients,
         kernels=_kernels,
-        flops=(flops.delta_rule, flops.delta_rule_backward),
-        keeps=True,
     )
 )

@@ -14,8 +14,6 @@ returned has that size, with nothing in it, and the backward of the kernels, who
 makes the forward again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +30,9 @@ if TYPE_CHECKING:
 
 
 class KeepingOps:
-    """These ops of a family.
+    """These ops of a family. fwd, bwd: the ops."""
 
-    Attributes:
-        fwd, bwd: the ops.
-    """
-
-    def __init__(self, ops: LinearOps) -> None:
+    def __init__(self, ops: "LinearOps") -> None:
         self._ops = ops
         self._inputs = len(ops.family.inputs)
         self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd
@@ -88,10 +82,7 @@ class KeepingOps:
         impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
         impl(backward, self._bwd_cuda, "CUDA")
         no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
-        for name, op, refusal in (
-            (forward, self.fwd, no_gradients),
-            (backward, self.bwd, self._ops.refusal),
-        ):
+        for name, op, refusal in ((forward, self.fwd, no_gradients), (backward, self.bwd, self._ops.refusal)):
             refusing = autograd.refusing(name, op, refusal)
             impl(name, autograd.recording(name, op, refusing), "Autograd")
 

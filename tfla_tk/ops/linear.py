@@ -32,8 +32,6 @@ inputs but cu_seqlens in their order, each like its input; None for what was not
 family that saves the final state gets it by keyword, final_state.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core import flops, library, transforms
+from tfla_tk.core import flops, library, memo, transforms
 from tfla_tk.core.layout import (
     CHUNK,
     Kept,
@@ -54,14 +52,6 @@ from tfla_tk.core.layout import (
     grads_like,
     present,
     state_dtype,
-)
-from tfla_tk.core.memo import (
-    are_saved_tensors_hooked,
-    has_no_values,
-    is_plain,
-    may_keep,
-    named_in_profiles,
-    records,
 )
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
@@ -121,15 +111,12 @@ class Family:
 def in_form(
     name: str, operands: Sequence[Any], core: Any, form: str, chunk_size: int, output_final_state: bool
 ) -> Result:
-    """o and the final state or None by a form of the reference, `<name>_<form>`.
-
-    Args:
-        operands: its positional arguments. core: has the others.
-    """
+    """o and the final state or None by a form of the reference, `<name>_<form>`, of positional operands;
+    core has the other arguments."""
     import tfla_tk.reference as forms
 
     options = {"chunk_size": chunk_size} if form == "chunkwise" else {}
-    found: Result = getattr(forms, f"{name}_{form}")(
+    return getattr(forms, f"{name}_{form}")(
         *operands,
         scale=core.scale,
         initial_state=core.initial_state,
@@ -137,7 +124,6 @@ def in_form(
         cu_seqlens=core.cu_seqlens,
         **options,
     )
-    return found
 
 
 def explicit_gradients(
@@ -146,7 +132,7 @@ def explicit_gradients(
     """Of the operands and the initial state, by the reference's `<name>_backward`."""
     import tfla_tk.reference as forms
 
-    found: tuple[Tensor, ...] = getattr(forms, f"{name}_backward")(
+    return getattr(forms, f"{name}_backward")(
         *operands,
         do,
         dht,
@@ -155,19 +141,14 @@ def explicit_gradients(
         cu_seqlens=core.cu_seqlens,
         chunk_size=chunk_size,
     )
-    return found
 
 
 class LinearOps:
-    """The registered ops of a family.
-
-    Attributes:
-        fwd, bwd, packed, packed_bwd: the ops, called with arguments in the order above.
-        keeping: those of a family that keeps; None for others.
-        direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
-            arguments are the inputs, and in one tuple the prepared forward, its module, the options,
-            output_final_state, and whether gates have a gradient.
-    """
+    """The registered ops of a family. fwd, bwd, packed, packed_bwd: the ops, called with arguments in the
+    order above. keeping: those of a family that keeps; None for others. direct: applies the autograd
+    function of plain eager calls, which calls the kernels themselves; its arguments are the inputs, and in
+    one tuple the prepared forward, its module, the options, output_final_state, and whether gates have a
+    gradient."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -201,13 +182,12 @@ class LinearOps:
         self, call: LinearCall, variant: str | None, tensors: Sequence[Any]
     ) -> Callable[..., Result] | None:
         """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-        Like these are tensors of the same metadata, strides included, that autograd records or not as these.
-        """
-        if not is_plain(tuple(tensors)):
+        Like these are tensors of the same metadata, strides included, that autograd records or not as
+        these."""
+        if not memo.is_plain(tuple(tensors)):
             return None
         core, count = self._padded(call, self._read(call, tensors)), self._count
-        recorded = records(tuple(tensors))
+        recorded = memo.records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
         constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
@@ -229,13 +209,13 @@ class LinearOps:
             o, last = unpadded(call, o, last)
             return o, as_asked(call, last)
 
-        return named_in_profiles(self._fwd_name, run)
+        return memo.named_in_profiles(self._fwd_name, run)
 
     def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
         """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
         form = variant or ("recurrent" if call.goes_by_token() else "chunkwise")
         *inputs, cu_seqlens, cu_seqlens_cpu = tensors
-        if has_no_values(cu_seqlens):
+        if memo.has_no_values(cu_seqlens):
             core = self._as_op_takes(self._read(call, tensors))
             o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
             return o, as_asked(call, last)
@@ -323,13 +303,7 @@ class LinearOps:
             impl(of, function, key)
         for title, forward, record, differentiate, backward in (
             (name, self.fwd, self._record, self._differentiate, self.bwd),
-            (
-                f"packed_{name}",
-                self.packed,
-                self._record_packed,
-                self._differentiate_packed,
-                self.packed_bwd,
-            ),
+            (f"packed_{name}", self.packed, self._record_packed, self._differentiate_packed, self.packed_bwd),
         ):
             recorder = autograd.function(title, record, differentiate)
             refusing = autograd.refusing(f"{title}_backward", backward, self.refusal)
@@ -490,7 +464,7 @@ class LinearOps:
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked() and (self.keeping is None or not may_keep()):
+        if memo.are_saved_tensors_hooked() and (self.keeping is None or not memo.may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op
             core = self._as_op_takes(self.family.core(*inputs, *options))
@@ -517,14 +491,13 @@ class LinearOps:
             if self.family.op_inputs is not None:
                 tensors = *self.family.op_inputs(tensors[: self._count]), *tensors[self._count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
-        found: Sequence[MaybeTensor] = named_in_profiles(self._bwd_name, kernels.backward)(
+        return memo.named_in_profiles(self._bwd_name, kernels.backward)(
             self.family.core(*saved[: self._count], *options_of_core),
             kept,
             *tensors[-2:],
             needs_gates=needs,
             **self._final_state(saved),
         )
-        return found
 
     def _record_packed(self, *args: Any) -> Recorded:
         """packed_<name> with what its backward op takes."""
@@ -538,8 +511,7 @@ class LinearOps:
     def _differentiate_packed(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
-        found: Sequence[Tensor] = self.packed_bwd(*_with_grads(saved, *grads), *options)
-        return found
+        return self.packed_bwd(*_with_grads(saved, *grads), *options)
 
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
         """Whether gates have a gradient."""

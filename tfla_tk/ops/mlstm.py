@@ -1,8 +1,6 @@
 """The registered mLSTM ops, with CPU, CUDA, fake and autograd implementations.
 
-mlstm_fwd and mlstm_bwd are the path of the tk backend. On a CPU they compute the reference, so that
-torch.compile, fake tensors and opcheck can be tested on any machine. The public functions validate arguments
-and answer empty inputs.
+mlstm_fwd and mlstm_bwd are the path of the tk backend and compute the reference on a CPU, as in `ops.linear`.
 
 States and rows are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
 
@@ -24,14 +22,10 @@ cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one
 batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
     implementations may get one argument less.
 
-tfla_tk::packed_mlstm(_bwd): the reference over packed sequences, on any device, for traced calls. The
-    reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
-    read them when they run. Eager calls do not come here. `form` and chunk_size say which form of the
-    reference. The last states are in the common dtype of the inputs, at least fp32; m is an empty tensor [0]
-    with the sigmoid gate, and has no gradient.
+tfla_tk::packed_mlstm(_bwd): the reference over packed sequences, for traced calls, as in `ops.linear`. The
+    last states are in the common dtype of the inputs, at least fp32; m is an empty tensor [0] with the
+    sigmoid gate, and has no gradient.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -107,10 +101,8 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
 def prepare_mlstm(
     call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
-    """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
-
-    Like these are tensors with the same metadata, strides included, that autograd records or not as these.
-    """
+    """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these. Like
+    these are tensors with the same metadata, strides included, that autograd records or not as these."""
     if not is_plain(tensors):
         return None
     from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
@@ -341,11 +333,8 @@ def _differentiate(
 
 
 def _record_directly(*args: Any) -> Recorded:
-    """`_record` of a plain eager call: the kernels themselves.
-
-    Args:
-        args: the tensors of mlstm_fwd, and in one tuple the prepared forward and its options.
-    """
+    """`_record` of a plain eager call: the kernels themselves. args: the tensors of mlstm_fwd, and in one
+    tuple the prepared forward and its options."""
     *tensors, (forward, options) = args
     if are_saved_tensors_hooked():
         # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may

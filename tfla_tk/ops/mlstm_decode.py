@@ -13,8 +13,6 @@ tfla_tk::mlstm_sequence and tfla_tk::mlstm_sequence_ take q, k [B, NH, S, K], v 
 batch_invariant is the option of that name; implementations may get one argument less, as of mlstm.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -36,10 +34,7 @@ _COUNT = 8  # of the tensors: q, k, v, i, f, c, n, m
 
 class DecodingOps:
     """The registered ops `name`, which returns a new state, and `name_`, which overwrites the given one.
-
-    Attributes:
-        new_state, in_place: these ops.
-    """
+    new_state, in_place: these ops."""
 
     def __init__(self, name: str) -> None:
         our_library = library.get()
@@ -147,11 +142,8 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
 
 
 def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """A new state as the call wants it: in its dtype_state, or over the given one.
-
-    Args:
-        state: (c, n, m) or with the sigmoid gate (c, n), in any dtypes. given: the state before.
-    """
+    """A new state, (c, n, m) or with the sigmoid gate (c, n), as the call wants it: in its dtype_state, or
+    over the given one."""
     given = given[: len(state)]
     dtypes = [x.dtype if call.inplace else call.dtype_state for x in given]
     if len(state) == 3 and dtypes[2].itemsize == 2:

@@ -1,7 +1,5 @@
 """The reference as ops and the reference backend compute it: a form by its name, one token or several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -12,15 +10,9 @@ import tfla_tk.reference as forms
 def apply(
     tensors: tuple[Any, ...], form: str, chunk_size: int, sigmoid_gate: bool, normalize: bool, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One form of the reference over whole sequences.
-
-    Args:
-        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens. form: one of layout.FORMS.
-
-    Returns:
-        h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), in the widest dtype of
-        the inputs.
-    """
+    """One form (layout.FORMS) of the reference of q, k, v, i, f, c_initial, n_initial, m_initial,
+    cu_seqlens: h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), in the
+    widest dtype of the inputs."""
     *inputs, m_initial, cu_seqlens = tensors
     options: dict[str, Any] = {"return_last_states": True, "eps": eps, "cu_seqlens": cu_seqlens}
     if form == "chunkwise":
@@ -33,15 +25,8 @@ def apply(
 
 
 def decode(tensors: tuple[Any, ...], normalize: bool, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on.
-
-    Args:
-        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
-
-    Returns:
-        h like v, and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32; n itself
-        without normaliser.
-    """
+    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on, m None with the sigmoid gate:
+    h like v, and the last state, (c, n, m) or (c, n), of at least fp32; n itself without normaliser."""
     q, k, v, i, f, c, n, m = tensors
     one_token = q.dim() == 3
     if m is None and one_token:

@@ -6,8 +6,6 @@ tfla_tk::recurrent_ writes o and, over the state it read, the one after the last
     indices the states lie in a pool [slots, ..], see `Slots`; where there is none, o is 0.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -22,11 +20,11 @@ from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 from tfla_tk.ops import autograd
 from tfla_tk.ops.delta_rule import from_raw
-from tfla_tk.ops.kda import log_decay
 
 _library = library.get()
 _GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
 _FLAGS = "float scale, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, bool neg_eigval, "
+_FLAGS += "float? lower_bound, "
 _library.define(
     f"recurrent({_GIVEN}Tensor? initial_state, Tensor? cu_seqlens, {_FLAGS}bool output_final_state)"
     " -> (Tensor o, Tensor last)"
@@ -38,16 +36,13 @@ _library.define(
 _op = torch.ops.tfla_tk.recurrent.default
 _op_in_place = torch.ops.tfla_tk.recurrent_.default
 _TENSORS = 8
+_INPUTS = len(RecurrentCore._fields) - 1  # of the op in place, before o: all but output_final_state
 
 
 def serve(kernel: str, call: LinearCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, MaybeTensor]:
-    """o and the state after the last token, None unless it is wanted.
-
-    Args:
-        kernel: "simple_gla", "gla", "delta_rule" or "kda".
-        tensors: those of its calls; the last one is state_indices.
-        direct: call the kernels, not the op: for plain eager calls.
-    """
+    """o and the state after the last token, None unless it is wanted. kernel: "simple_gla", "gla",
+    "delta_rule" or "kda". tensors: those of its calls; the last one is state_indices. direct: call the
+    kernels, not the op."""
     core, state_indices = _core(kernel, call, tensors), tensors[-1]
     if call.state_in_place is not None:
         o = torch.empty_like(core.v, memory_format=torch.contiguous_format)
@@ -72,10 +67,9 @@ def _core(kernel: str, call: LinearCall, tensors: tuple[Any, ...]) -> RecurrentC
     flags = (False, False, False)
     if isinstance(call, DeltaRuleCall):
         flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
-    if isinstance(call, KDACall):
-        g, a_log, dt_bias = log_decay(call, g, a_log, dt_bias), None, None
+    lower_bound = call.lower_bound if isinstance(call, KDACall) else None
     raw = (a_log, dt_bias) if call.gate == "raw" else (None, None)
-    options: tuple[Any, ...] = call.scale, call.state_v_first, *flags, call.output_final_state
+    options: tuple[Any, ...] = call.scale, call.state_v_first, *flags, lower_bound, call.output_final_state
     return RecurrentCore(q, k, v, g, beta, *raw, initial_state, cu_seqlens, *options)
 
 
@@ -146,7 +140,7 @@ def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
 
 def _in_place(args: tuple[Any, ...]) -> tuple[RecurrentCore, Tensor, Slots]:
     """The arguments of the op in place."""
-    return RecurrentCore(*(*args[:14], True)), args[14], Slots(*args[15:])
+    return RecurrentCore(*(*args[:_INPUTS], True)), args[_INPUTS], Slots(*args[_INPUTS + 1 :])
 
 
 def _on_cuda(*args: Any) -> tuple[Tensor, Tensor]:
@@ -162,7 +156,7 @@ def _in_place_on_cuda(*args: Any) -> None:
 
 
 def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return args[7], args[14]
+    return args[7], args[_INPUTS]
 
 
 _direct_in_place = autograd.noting_writes(_in_place_on_cuda, _written)

@@ -5,8 +5,6 @@ comes with strides of zero along B and T. The kernels take it as [HV]. tfla_tk::
 final_state where dht is given and needs_gates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +21,6 @@ def _core(call: LinearCall, tensors: Sequence[Any]) -> SimpleGLACore:
         g, dtype = g_gamma, state_dtype(q)
         g = g.to(dtype) if g.dtype.itemsize < dtype.itemsize else g
     return SimpleGLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
-
-
-def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Of q, k, v, g or g_gamma, initial_state, cu_seqlens."""
-    return 0, 1, 2, 4 if tensors[3] is None else 3, 5, 6
 
 
 def _op_inputs(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -67,7 +60,7 @@ ops = LinearOps(
         kernels=_kernels,
         flops=(flops.forward, flops.backward),
         saves_final_state=True,
-        places=_places,
+        places=lambda tensors: (0, 1, 2, 4 if tensors[3] is None else 3, 5, 6),
         op_inputs=_op_inputs,
     )
 )

@@ -36,7 +36,7 @@ enum class KdaGate : int { log = 0, softplus = 1, sigmoid = 2 };
 // slot per chunk (chunk_slots in sequence/cut.h). All is zero past the last token.
 struct KdaTiles {
     void* tiles;    // [3, 64, tile of K] of q's type: Q_F, K_F, K_G
-    void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta
+    void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta, norms
     void *a, *p;    // [64, 64] of q's type
 };
 

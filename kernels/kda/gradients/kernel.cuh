@@ -2,12 +2,15 @@
 // two warpgroups makes those of one chunk:
 //   1. Load everything. Log decays, summed up in blocks of 16 tokens, of 64 channels per warpgroup.
 //   2. Of 64 columns of V per warpgroup: Y, G, dbeta and <S, dS'> (tiles.cuh).
-//   3. Meet. Store dV. dP, dL; dQ_F, dK_F and dK_G of 64 channels per warpgroup.
-//   4. Meet: they replace the tiles.
-//   5. Of 64 channels and 16 tokens per warp: dq, dk and sums of what dg is made of (within.cuh).
-//   6. Meet. Store dq, dk, dg and dbeta, as gradients of the raw inputs (results.cuh).
+//   3. Meet. Store dV. dP, dL; dQ_F, dK_F and dK_G of 64 channels per warpgroup, in registers.
+// Of 64 channels and 16 tokens per warp (within.cuh):
+//   4. Meet. dP, dL and scaled operands replace the tiles.
+//   5. Meet. Add what other blocks of tokens contribute.
+//   6. Add what pairs within the block contribute; sums of what dg is made of.
+//   7. Meet. Store dq, dk, dg and dbeta, as gradients of the raw inputs (results.cuh).
 #pragma once
 
+#include "common/bulk_load.cuh"
 #include "common/kernel.cuh"
 #include "kda/gradients/results.cuh"
 #include "kda/gradients/within.cuh"
@@ -27,50 +30,64 @@ template <class T, int kDimK> struct GradientsMaker {
         const int head = chunk.batch * p.shape.heads + chunk.head;
         const bool has_channels = group < Memory::kParts;
         begin(head);
-        const bool mild = sum_up(has_channels);  // 1
+        sum_up(has_channels);  // 1
         wait(smem.walk_arrived, 0);
         zero_rows_of_others();
+        ColumnsOfV<T, kDimK> columns{g, smem, group, warp};
+        const bool has_columns = group < g.groups;
+        if (has_columns) columns.take_states();
         __syncthreads();
-        if (group < g.groups) ColumnsOfV<T, kDimK>{g, smem, head, chunk.slot, group, warp}.run();  // 2
+        if (has_columns) columns.run();  // 2
         fence_async_proxy();
         __syncthreads();
         Results<T, kDimK> results(g, smem, chunk, head, group, warp);
-        results.store_dv();  // 3, 4
-        ChannelsOfK<T, kDimK>{g, smem, group, warp, chunk.tokens, has_channels}.run([] { __syncthreads(); });
+        results.store_dv();  // 3
+        rt_fl<16, kChunk> queries, reads, writers;
+        const auto meet = [] { __syncthreads(); };
+        ChannelsOfK<T, kDimK>{g, smem, group, warp, chunk.tokens, has_channels}.run(queries, reads, writers,
+                                                                                    meet);
+        GradientsOfBlock x(queries, reads, writers);
+        const Within<T, kDimK> within{g, smem, group, warp, fresh_laneid()};
+        if (has_channels) within.scale_operands();  // 4
         __syncthreads();
-        if (has_channels) Within<T, kDimK>{g, smem, group, warp, fresh_laneid(), mild}.run();  // 5
+        if (has_channels) within.add_other_blocks(x);  // 5
+        if (has_channels)
+            within.finish(x, meet);  // 6
+        else
+            meet();
         __syncthreads();
-        results.store(has_channels);  // 6
+        results.store(has_channels);  // 7
     }
 
   private:
     __device__ inline void begin(int head) {
-        const KdaMatricesParams& p = g.params.of;
         if (threadIdx.x == 0) {
             init_semaphore(smem.inputs_arrived, 1), init_semaphore(smem.walk_arrived, 1);
             publish_barriers();
-            load_inputs(), load_walk(head);
         }
-        __syncwarp();
-        copy_factors(head);
-        if (group == 0)
-            write_row_factors<T, kDimK>(smem.query_norms, p, p.q, chunk, 1.f, warp);
-        else
-            write_row_factors<T, kDimK>(smem.key_norms, p, p.k, chunk, 1.f, warp);
-        if (group == 1 && warp == 0) write_gate_parameters(smem, p, chunk.head);
+        __syncthreads();
+        if (group == 0 && warp == 0 && fresh_laneid() == 0) load_inputs(head);
+        if (group == 0 && warp == 1) write_gate_parameters(smem, g.params.of, chunk.head);
+        if (group == 1 && warp == 0 && fresh_laneid() == 0) load_walk(head);
         __syncthreads();
     }
     // By one thread.
-    __device__ inline void load_inputs() {
+    __device__ inline void load_inputs(int of_factors) {
         const KdaMatricesParams& p = g.params.of;
         const int head = chunk.head / p.shape.group, row = chunk.first_row;
         const uint32_t of_gates = sizeof(smem.gates) / (p.g_type == DType::float32 ? 1 : 2);
         semaphore& arrived = smem.inputs_arrived;
-        tma::expect_bytes(arrived, sizeof(smem.keys) + sizeof(smem.queries) + of_gates);
+        tma::expect_bytes(arrived,
+                          sizeof(smem.keys) + sizeof(smem.queries) + of_gates + sizeof(smem.factors));
+#pragma unroll 1
         for (int part = 0; part < Memory::kParts; part++)
+#pragma unroll 1
             for (int block = 0; block < kBlocks; block++)
                 g.g.load_panel(smem.gates[part][block * kBlock], arrived, part * kPart, row + block * kBlock,
                                chunk.head, chunk.batch);
+        const auto* const factors = static_cast<const Factors<kDimK>*>(g.params.of.left.factors);
+        load_bulk(&smem.factors, &factors[static_cast<int64_t>(of_factors) * g.slots + chunk.slot],
+                  sizeof(smem.factors), arrived);
         load_panels(smem.keys, g.k, arrived, 0, row, head, chunk.batch);
         load_panels(smem.queries, g.q, arrived, 0, row, head, chunk.batch);
     }
@@ -78,10 +95,19 @@ template <class T, int kDimK> struct GradientsMaker {
         auto& walk = smem.walk;
         const int row = chunk.first_row;
         semaphore& arrived = smem.walk_arrived;
-        tma::expect_bytes(arrived,
-                          sizeof(walk.reads) + sizeof(walk.a) + 3 * g.groups * sizeof(walk.values[0]));
+        const uint32_t of_states = StateFragments<kDimK>::bytes(1, g.groups);
+        tma::expect_bytes(arrived, sizeof(walk.reads) + sizeof(walk.a) +
+                                       3 * g.groups * sizeof(walk.values[0]) + 2 * of_states);
+        auto load_states = [&](void* to, const void* all) {
+            auto* const data = static_cast<uint4*>(const_cast<void*>(all));
+            const StateFragments<kDimK> states{data, g.slots, g.groups};
+            load_bulk(to, states.at(head, chunk.slot, 0, 0, 0, 0), of_states, arrived);
+        };
+        load_states(&walk.state, g.params.states);
+        load_states(&walk.state_gradient, g.params.state_gradients);
         load_panels(walk.reads, g.tiles, arrived, 0, (chunk.slot * kTiles + kReads) * kChunk, head, 0);
         load_panels(walk.a, g.a, arrived, 0, chunk.slot * kChunk, head, 0);
+#pragma unroll 1
         for (int n = 0; n < g.groups; n++) {
             const int column = n * kWalkerColumns;
             load_panels(walk.values[n], g.v, arrived, column, row, chunk.head, chunk.batch);
@@ -89,22 +115,12 @@ template <class T, int kDimK> struct GradientsMaker {
             load_panels(walk.solved[n], g.solved, arrived, column, row, chunk.head, chunk.batch);
         }
     }
-    __device__ inline void copy_factors(int head) {
-        constexpr int kUnits = sizeof(smem.factors) / 16;
-        static_assert(kUnits <= kGradientsThreads);
-        const auto* const all = static_cast<const Factors<kDimK>*>(g.params.of.left.factors);
-        const auto* const from =
-            reinterpret_cast<const uint4*>(&all[static_cast<int64_t>(head) * g.slots + chunk.slot]);
-        if (threadIdx.x < kUnits) reinterpret_cast<uint4*>(&smem.factors)[threadIdx.x] = from[threadIdx.x];
-    }
-
-    // Step 1. Returns whether the warp's block is mild.
-    __device__ inline bool sum_up(bool has_channels) {
+    // Step 1.
+    __device__ inline void sum_up(bool has_channels) {
         wait(smem.inputs_arrived, 0);
-        if (!has_channels) return true;
-        return sum_gates({smem.gates[group], smem.total[group], smem.middle[group]}, g.params.of,
-                         &smem.bias[group * kPart], smem.rate, warp, chunk.tokens - warp * kBlock,
-                         fresh_laneid());
+        if (!has_channels) return;
+        sum_gates({smem.gates[group], smem.total[group], smem.middle[group]}, g.params.of,
+                  &smem.bias[group * kPart], smem.rate, warp, chunk.tokens - warp * kBlock, fresh_laneid());
     }
     // Rows past the last token belong to the next packed sequence.
     __device__ inline void zero_rows_of_others() {

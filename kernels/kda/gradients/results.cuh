@@ -1,4 +1,4 @@
-// Steps 3 and 6: what leaves a chunk. Gradients of raw inputs: through the norms of q and k, the gate and
+// Steps 3 and 7: what leaves a chunk. Gradients of raw inputs: through the norms of q and k, the gate and
 // beta.
 #pragma once
 
@@ -12,17 +12,78 @@ struct GateSlope {
 
     // y: as GateScale has it. rate: e^{A_log}.
     __device__ inline GateSlope(const KdaMatricesParams& p, float y, float rate) {
+        const float e = exp2f(-fabsf(y)), major = __fdividef(1.f, 1.f + e), minor = e * major;
+        const float sigmoid = y < 0.f ? minor : major;  // of y, in bits
         if (p.gate == KdaGate::softplus) {
-            of_raw = -rate * sigmoid_of_bits(y), of_rate = -rate / kLog2e * softplus_in_bits(y);
+            of_raw = -rate * sigmoid, of_rate = -rate / kLog2e * softplus_in_bits(y);
         } else {
-            const float of_y = p.lower_bound * sigmoid_of_bits(y) * sigmoid_of_bits(-y);
+            const float of_y = p.lower_bound * major * minor;
             of_raw = rate * of_y, of_rate = -y / kLog2e * of_y;
         }
     }
+};
+
+__device__ inline void load_eight(float (&x)[8], const float* from) {
+    each<0, 2>([&](int n) {
+        const float4 four = reinterpret_cast<const float4*>(from)[n];
+        x[4 * n] = four.x, x[4 * n + 1] = four.y, x[4 * n + 2] = four.z, x[4 * n + 3] = four.w;
+    });
+}
+
+// Eight neighbours of a row of gates, as they are or as numbers.
+struct EightGates {
+    uint4 bits[2];
+
+    __device__ inline void load(const Operand& from, DType dtype, int64_t at) {
+        const auto* const data = static_cast<const char*>(from.data);
+        if (dtype == DType::float32)
+            bits[0] = reinterpret_cast<const uint4*>(data + 4 * at)[0],
+            bits[1] = reinterpret_cast<const uint4*>(data + 4 * at)[1];
+        else
+            bits[0] = *reinterpret_cast<const uint4*>(data + 2 * at);
+    }
+    __device__ inline void to_numbers(float (&x)[8], DType dtype) const {
+        if (dtype == DType::float32)
+#pragma unroll
+            for (int n = 0; n < 8; n++) x[n] = reinterpret_cast<const float*>(bits)[n];
+        else if (dtype == DType::bfloat16)
+            to_pairs<bf16_2>(x);
+        else
+            to_pairs<half_2>(x);
+    }
+    __device__ static inline void store(const Operand& to, DType dtype, int64_t at, const float (&x)[8]) {
+        auto* const data = static_cast<char*>(to.data);
+        if (dtype == DType::float32)
+            reinterpret_cast<float4*>(data + 4 * at)[0] = {x[0], x[1], x[2], x[3]},
+                                                 reinterpret_cast<float4*>(data + 4 * at)[1] = {x[4], x[5],
+                                                                                                x[6], x[7]};
+        else if (dtype == DType::bfloat16)
+            store_pairs<bf16_2>(data + 2 * at, x);
+        else
+            store_pairs<half_2>(data + 2 * at, x);
+    }
 
   private:
-    // 1 / (1 + 2^-y)
-    __device__ static inline float sigmoid_of_bits(float y) { return 1.f / (1.f + exp2f(-y)); }
+    template <class T2> __device__ inline void to_pairs(float (&x)[8]) const {
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float2 pair = to_float2(reinterpret_cast<const T2*>(bits)[n]);
+            x[2 * n] = pair.x, x[2 * n + 1] = pair.y;
+        }
+    }
+    template <class T2> __device__ static inline void store_pairs(char* to, const float (&x)[8]) {
+        uint4 bits;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            reinterpret_cast<T2*>(&bits)[n] = from_float2<T2>({x[2 * n], x[2 * n + 1]});
+        *reinterpret_cast<uint4*>(to) = bits;
+    }
+};
+
+// A row of dq or dk is of_gradient d - of_row x, with d the gradient with respect to `scale` times the normed
+// row x.
+struct RowOfGradients {
+    float of_gradient, of_row;
 };
 
 template <class T, int kDimK> struct Results {
@@ -43,6 +104,7 @@ template <class T, int kDimK> struct Results {
     // G, by all threads: 16 bytes of a row at a time.
     __device__ inline void store_dv() const {
         const Operand& to = g.params.solved;
+#pragma unroll 1
         for (int n = threadIdx.x; n < kChunk * kGroups * 8; n += kGradientsThreads) {
             const int row = n / (kGroups * 8), unit = n % (kGroups * 8), column = unit * 8;
             if (row >= chunk.tokens || column >= g.params.of.shape.dim_v) continue;
@@ -55,11 +117,19 @@ template <class T, int kDimK> struct Results {
     // All others.
     __device__ inline void store(bool has_channels) const {
         if (has_channels) {
-            float of_rate = 0.f;
+            EightGates raw;
+            load_raw(raw, 0);
+            sum_up_later();
+            RowOfGradients rows[2][2];  // of q and k
+            each<0, 2>([&](int r) {
+                const int row = warp * kBlock + lane / 4 + 8 * r;
+                rows[0][r] = row_of(0, row, smem.factors.query_norms[row], g.params.of.scale);
+                rows[1][r] = row_of(1, row, smem.factors.key_norms[row], 1.f);
+            });
 #pragma unroll 1
-            for (int tile = 0; tile < kTiles8; tile++) store_channels(tile, of_rate);
-            of_rate = warp_sum(of_rate);
-            if (lane == 0) smem.rate_sums[group][warp] = of_rate;
+            for (int tile = 0; tile < kTiles8; tile++) finish_channels(tile, rows);
+            __syncwarp();
+            store_rows(raw);
         }
         if (group == 0 && warp < 2) store_strength(warp * 32 + lane);
         if (g.params.of_bias == nullptr && g.params.of_rate == nullptr) return;
@@ -68,43 +138,57 @@ template <class T, int kDimK> struct Results {
     }
 
   private:
+    // A warp stores four rows at a time; a lane has eight neighbouring channels of one.
+    static constexpr int kRows = 4, kRowSteps = kBlock / kRows;
+
     // Elements to a row of the chunk.
     __device__ inline int64_t start_of(const Operand& x, int row) const {
         return chunk.batch * x.batch_stride + chunk.head * x.head_stride +
                static_cast<int64_t>(chunk.first_row + row) * x.row_stride;
     }
-    __device__ inline void store_channels(int tile, float& of_rate) const {
-        const KdaMatricesParams& p = g.params.of;
-        const int channel = group * kPart + 8 * tile + lane % 4 * 2;
-        const auto& slots = smem.within.of_tiles[group][warp][tile];
-        const Four sums(slots[0][lane]), dq(slots[1][lane]), dk(slots[2][lane]);
-        const float2 later = of_later_blocks(channel);
-        float2 of_bias{0.f, 0.f};
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int row = warp * kBlock + lane / 4 + 8 * r;
-            if (row >= chunk.tokens || channel >= p.shape.dim_k) continue;
-            store_row(g.params.dq, row, channel, smem.queries, smem.query_norms[row], p.scale, 0,
-                      {dq.x[2 * r], dq.x[2 * r + 1]});
-            store_row(g.params.dk, row, channel, smem.keys, smem.key_norms[row], 1.f, 1,
-                      {dk.x[2 * r], dk.x[2 * r + 1]});
-            float2 dg{sums.x[2 * r] + later.x, sums.x[2 * r + 1] + later.y};
-            if (is_closed(row, channel)) dg.x = 0.f;
-            if (is_closed(row, channel + 1)) dg.y = 0.f;
-            if (p.gate != KdaGate::log) through_gate(dg, row, channel, of_rate);
-            of_bias.x += dg.x, of_bias.y += dg.y;
-            store_gates(row, channel, dg);
-        }
-        const float2 sum{sum_of_rows(of_bias.x), sum_of_rows(of_bias.y)};
-        if (lane < 4) write_pair(smem.bias_sums[warp], channel, sum);
+    // Of the lane, where rows are stored.
+    __device__ inline int stored_row(int step) const { return warp * kBlock + step * kRows + lane / 8; }
+    __device__ inline int stored_channel() const { return group * kPart + lane % 8 * 8; }
+    __device__ inline bool is_stored(int step) const {
+        return stored_row(step) < chunk.tokens && stored_channel() < g.params.of.shape.dim_k;
     }
-    // Whether a gate lets through less than 2^-30: sums in fp32 do not resolve the gradient through it.
+    __device__ inline void load_raw(EightGates& raw, int step) const {
+        const KdaMatricesParams& p = g.params.of;
+        if (p.gate != KdaGate::log && step < kRowSteps && is_stored(step))
+            raw.load(p.g, p.g_type, start_of(p.g, stored_row(step)) + stored_channel());
+    }
+
+    // Of eight channels and the block: dq, dk and dg, in the places of q, k and b.
+    __device__ inline void finish_channels(int tile, const RowOfGradients (&rows)[2][2]) const {
+        auto result = [&](int kind) { return Four(smem.result(group, warp, kind, tile, lane)); };
+        const Four dq = result(0), dk = result(1), sums = result(2);
+        const int channel = 8 * tile + lane % 4 * 2;
+        const float2 later = *reinterpret_cast<const float2*>(&smem.later[warp][group * kPart + channel]);
+        bool closed[2][2];
+        each<0, 2>([&](int r) {
+            const int row = warp * kBlock + lane / 4 + 8 * r;
+            finish_pair(smem.queries, row, tile, rows[0][r], {dq.x[2 * r], dq.x[2 * r + 1]});
+            finish_pair(smem.keys, row, tile, rows[1][r], {dk.x[2 * r], dk.x[2 * r + 1]});
+            closed[r][0] = is_closed(row, channel), closed[r][1] = is_closed(row, channel + 1);
+        });
+        __syncwarp();  // all have read b
+        each<0, 2>([&](int r) {
+            const int row = warp * kBlock + lane / 4 + 8 * r;
+            write_pair(&b_at(smem.gates[group], row, channel), 0,
+                       {closed[r][0] ? 0.f : sums.x[2 * r] + later.x,
+                        closed[r][1] ? 0.f : sums.x[2 * r + 1] + later.y});
+        });
+    }
+    // Whether a gate lets through less than 2^-16: sums of products in tf32 do not resolve the gradient
+    // through it.
     __device__ inline bool is_closed(int row, int channel) const {
-        auto b = [&](int token) { return b_at(smem.gates[group], token, channel % kPart); };
-        return b(row) - (row % kBlock ? b(row - 1) : 0.f) < -30.f;
+        auto b = [&](int token) { return b_at(smem.gates[group], token, channel); };
+        return b(row) - (row % kBlock ? b(row - 1) : 0.f) < -16.f;
     }
     // What a token's gates get of later blocks and of the state behind the chunk, S' = e^{b_L} S + K_G^T Y.
-    __device__ inline float2 of_later_blocks(int channel) const {
+    // A lane has two channels.
+    __device__ inline void sum_up_later() const {
+        const int channel = group * kPart + 2 * lane;
         float2 sum{0.f, 0.f};
         auto add = [&](const float* x, float by = 1.f) {
             sum.x += by * x[channel], sum.y += by * x[channel + 1];
@@ -113,43 +197,66 @@ template <class T, int kDimK> struct Results {
         sum.x *= smem.factors.decay[channel], sum.y *= smem.factors.decay[channel + 1];
         for (int n = 0; n < kBlocks; n++) add(smem.block_flow[n]);
         for (int n = warp + 1; n < kBlocks; n++) add(smem.block_sums[n]);
-        return sum;
+        write_pair(smem.later[warp], channel, sum);
+        __syncwarp();
     }
-    // A pair of dq or dk, of the gradient d with respect to `scale` times the normed row.
+    __device__ inline RowOfGradients row_of(int kind, int row, float norm, float scale) const {
+        float dot = 0.f;
+        for (int part = 0; part < Memory::kParts; part++) dot += smem.row_dots[kind][part][row];
+        return {scale * norm, norm * norm * dot};
+    }
     template <class Tile>
-    __device__ inline void store_row(const Operand& to, int row, int channel, const Tile& tile, float norm,
-                                     float scale, int kind, float2 d) const {
-        float2 x{scale * norm * d.x, scale * norm * d.y};
+    __device__ inline void finish_pair(Tile& tile, int row, int unit, RowOfGradients of, float2 d) const {
+        char* const panel = reinterpret_cast<char*>(&tile.data[group]);
+        T2& place = *reinterpret_cast<T2*>(panel + panel_offset(row, unit) + lane % 4 * sizeof(T2));
+        float2 x{of.of_gradient * d.x, of.of_gradient * d.y};
         if (g.params.of.l2norm) {
-            float dot = 0.f;
-            for (int part = 0; part < Memory::kParts; part++) dot += smem.row_dots[kind][part][row];
-            const char* const panel = reinterpret_cast<const char*>(&tile.data[channel / kPanelColumns]);
-            const float2 raw = to_float2(*reinterpret_cast<const T2*>(
-                panel + panel_offset(row, channel % kPanelColumns / 8) + channel % 8 * sizeof(T)));
-            const float by = norm * norm * dot;
-            x = {x.x - by * raw.x, x.y - by * raw.y};
+            const float2 raw = to_float2(place);
+            x = {x.x - of.of_row * raw.x, x.y - of.of_row * raw.y};
         }
-        *reinterpret_cast<T2*>(static_cast<T*>(to.data) + start_of(to, row) + channel) = from_float2<T2>(x);
+        place = from_float2<T2>(x);
     }
-    __device__ inline void through_gate(float2& dg, int row, int channel, float& of_rate) const {
+
+    // dq, dk and dg; sums of d dt_bias and dA_log.
+    __device__ inline void store_rows(EightGates& raw) const {
+        float of_bias[8] = {}, of_rate = 0.f;
+#pragma unroll 1
+        for (int n = 0; n < kRowSteps && is_stored(n); n++) {
+            EightGates next;
+            load_raw(next, n + 1);
+            const int row = stored_row(n), channel = stored_channel();
+            auto store = [&](const Operand& to, const auto& tile) {
+                const char* const panel = reinterpret_cast<const char*>(&tile.data[group]);
+                *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + start_of(to, row) + channel) =
+                    *reinterpret_cast<const uint4*>(panel + panel_offset(row, lane % 8));
+            };
+            store(g.params.dq, smem.queries), store(g.params.dk, smem.keys);
+            float dg[8];
+            load_eight(dg, &b_at(smem.gates[group], row, channel % kPart));
+            if (g.params.of.gate != KdaGate::log) through_gates(dg, raw, of_rate);
+            each<0, 8>([&](int c) { of_bias[c] += dg[c]; });
+            EightGates::store(g.params.dg, g.params.of.g_type, start_of(g.params.dg, row) + channel, dg);
+            raw = next;
+        }
+        if (g.params.of.gate == KdaGate::log) return;
+        each<0, 8>([&](int c) {
+            of_bias[c] += __shfl_xor_sync(0xffffffff, of_bias[c], 8);
+            of_bias[c] += __shfl_xor_sync(0xffffffff, of_bias[c], 16);
+            if (lane < 8) smem.bias_sums[warp][stored_channel() + c] = of_bias[c];
+        });
+        of_rate = warp_sum(of_rate);
+        if (lane == 0) smem.rate_sums[group][warp] = of_rate;
+    }
+    __device__ inline void through_gates(float (&dg)[8], const EightGates& raw, float& of_rate) const {
         const KdaMatricesParams& p = g.params.of;
-        const Gate raw{p.g.data, p.g.batch_stride, p.g.head_stride, p.g.row_stride, p.g_type};
-        const int64_t at = start_of(p.g, row) + channel;
-        const float slope = GateScale(p, smem.rate).slope;
-        const GateSlope first(p, slope * load_gate(raw, at) + smem.bias[channel], smem.rate);
-        const GateSlope second(p, slope * load_gate(raw, at + 1) + smem.bias[channel + 1], smem.rate);
-        of_rate += dg.x * first.of_rate + dg.y * second.of_rate;
-        dg = {dg.x * first.of_raw, dg.y * second.of_raw};
-    }
-    __device__ inline void store_gates(int row, int channel, float2 dg) const {
-        const Operand& to = g.params.dg;
-        const int64_t at = start_of(to, row) + channel;
-        if (g.params.of.g_type == DType::float32)
-            *reinterpret_cast<float2*>(static_cast<float*>(to.data) + at) = dg;
-        else if (g.params.of.g_type == DType::bfloat16)
-            *reinterpret_cast<bf16_2*>(static_cast<bf16*>(to.data) + at) = from_float2<bf16_2>(dg);
-        else
-            *reinterpret_cast<half_2*>(static_cast<kittens::half*>(to.data) + at) = from_float2<half_2>(dg);
+        float x[8], bias[8];
+        raw.to_numbers(x, p.g_type);
+        load_eight(bias, &smem.bias[stored_channel()]);
+        const float rate = smem.rate, slope = GateScale(p, rate).slope;
+        each<0, 8>([&](int c) {
+            const GateSlope of(p, slope * x[c] + bias[c], rate);
+            of_rate += dg[c] * of.of_rate, dg[c] *= of.of_raw;
+        });
     }
     __device__ inline void store_strength(int token) const {
         const KdaMatricesParams& p = g.params.of;

@@ -30,14 +30,26 @@ template <class T, int kDimK> struct ColumnsOfV {
 
     const GradientsGlobals& g;
     GradientsMemory<T, kDimK>& smem;
-    const int head, slot;  // head: of all batch entries
     const int group, warp;
+    Fragment state[kStateSteps], gradient[kStateSteps];  // S^T, dS'^T
+
+    // Their tiles replace them once all warps have taken theirs.
+    __device__ inline void take_states() {
+        constexpr int kLanes = StateFragments<kDimK>::kLanes;
+        const int first = (group * 4 + warp) * kStateSteps * kLanes + fresh_laneid();
+        auto take = [&](Fragment(&to)[kStateSteps], const auto& from) {
+            each<0, kStateSteps>([&](int k) {
+                reinterpret_cast<uint4&>(to[k].tiles[0][0].data) =
+                    reinterpret_cast<const uint4*>(&from)[first + k * kLanes];
+            });
+        };
+        take(state, smem.walk.state), take(gradient, smem.walk.state_gradient);
+    }
 
     __device__ inline void run() {
-        Fragment state[kStateSteps];
-        load_states(state);
+        leave_states();
         rt_fl<16, kChunk> x;
-        read_state(x, state);
+        read_state(x);
         Fragment tokens[kTokenSteps];
         subtract_reads(x, tokens);
         erase(x, tokens);
@@ -45,20 +57,9 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 
   private:
-    // S^T, to registers and with dS'^T to shared memory; <S, dS'>.
-    __device__ inline void load_states(Fragment (&state)[kStateSteps]) {
-        using Fragments = StateFragments<kDimK>;
+    // Both to their tiles; <S, dS'>.
+    __device__ inline void leave_states() {
         const int lane = fresh_laneid(), row = group * kWalkerColumns + warp * 16;
-        auto* const states = static_cast<uint4*>(const_cast<void*>(g.params.states));
-        auto* const gradients = static_cast<uint4*>(const_cast<void*>(g.params.state_gradients));
-        const uint4* const from = Fragments{states, g.slots, g.groups}.at(head, slot, group, warp, 0, lane);
-        const uint4* const of_gradients =
-            Fragments{gradients, g.slots, g.groups}.at(head, slot, group, warp, 0, lane);
-        Fragment gradient[kStateSteps];
-        each<0, kStateSteps>([&](int k) {
-            reinterpret_cast<uint4&>(state[k].tiles[0][0].data) = from[k * Fragments::kLanes];
-            reinterpret_cast<uint4&>(gradient[k].tiles[0][0].data) = of_gradients[k * Fragments::kLanes];
-        });
         constexpr int kRows = kGroups * kWalkerColumns;
         each<0, kStateSteps>([&](int k) {
             auto &s = state[k].tiles[0][0].data, &ds = gradient[k].tiles[0][0].data;
@@ -74,7 +75,7 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 
     // X^T = S^T K_F^T
-    __device__ inline void read_state(rt_fl<16, kChunk>& x, Fragment (&state)[kStateSteps]) {
+    __device__ inline void read_state(rt_fl<16, kChunk>& x) {
         const auto rows = Operand128B::rows(&smem.walk.reads);
         forget(x);
         each<0, kStateSteps>([&](int k) {
@@ -136,7 +137,7 @@ template <class T, int kDimK> struct ColumnsOfV {
     }
 };
 
-// Steps 3 and 4, of 64 channels, by a warpgroup; a warp has 16 tokens.
+// Step 3, of 64 channels, by a warpgroup; a warp has 16 tokens.
 template <class T, int kDimK> struct ChannelsOfK {
     using Fragment = rt<T, 16, 16>;
     using Memory = GradientsMemory<T, kDimK>;
@@ -147,16 +148,14 @@ template <class T, int kDimK> struct ChannelsOfK {
     const int part, warp, tokens;  // tokens: of the chunk
     const bool has_channels;       // else it makes its scores alone
 
-    // All that is left in shared memory replaces the walk's tiles: meet() waits for the other warpgroup.
-    template <class Meet> __device__ inline void run(Meet meet) {
-        rt_fl<16, kChunk> scores, queries, reads, writers;
+    // What is left in shared memory replaces the walk's tiles: meet() waits for the other warpgroup.
+    template <class D, class Meet> __device__ inline void run(D& queries, D& reads, D& writers, Meet meet) {
+        rt_fl<16, kChunk> scores;
         warp::zero(scores), warp::zero(queries), warp::zero(reads), warp::zero(writers);
 #pragma unroll 1
         for (int group = 0; group < g.groups; group++) add_columns(group, scores, queries, reads, writers);
         meet();
         leave_scores(scores);
-        if (!has_channels) return;
-        leave(0, queries, 1.f), leave(1, reads, -1.f), leave(2, writers, 1.f);
     }
 
   private:
@@ -202,16 +201,6 @@ template <class T, int kDimK> struct ChannelsOfK {
                 to[row][column + 1] = column + 1 < last ? rounded_to_tf32(sign * x.y) : 0.f;
                 if (part == 0 && row / 2 == column / 2)
                     smem.within.own[row] = last < 0 ? 0.f : row == column ? x.x : x.y;
-            });
-        });
-    }
-    __device__ inline void leave(int kind, const rt_fl<16, kChunk>& x, float sign) {
-        const int lane = fresh_laneid();
-        each<0, 4>([&](int j) {
-            each<0, 2>([&](int half) {
-                const float2 a = x.tiles[0][j].data[2 * half], b = x.tiles[0][j].data[2 * half + 1];
-                smem.within.of_tiles[part][warp][2 * j + half][kind][lane] = {sign * a.x, sign * a.y,
-                                                                              sign * b.x, sign * b.y};
             });
         });
     }

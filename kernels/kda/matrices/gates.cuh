@@ -25,43 +25,65 @@ template <class T> __device__ inline void load_short_four(float (&x)[4], uint32_
     x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
 }
 
-// Factors of a warp's 16 rows of q or k: `factor`, with l2norm over the norm of the row. The squares of norms
-// are the diagonal of the products of all rows: a lane has eight channels of rows r = lane / 4 and r + 8, and
-// hands them to mma.sync as its part of both operands, since channels may be counted in any order. NOTES: the
-// rows are on their way to shared memory meanwhile, but there the channels come one part after the other.
-template <class T, int kDimK>
-__device__ inline void write_row_factors(float (&to)[kChunk], const KdaMatricesParams& p, const Operand& x,
-                                         const Chunk& chunk, float factor, int block) {
+// A warp's 16 rows of q or k, for their norms. The squares of these are the diagonal of the products of all
+// rows: a lane has eight channels of rows r = lane / 4 and r + 8, and hands them to mma.sync as its part of
+// both operands, since channels may be counted in any order. NOTES: the rows are on their way to shared
+// memory meanwhile, but there the channels come one part after the other.
+template <class T, int kDimK> struct RowsForNorms {
     using T2 = typename base_types::packing<T>::packed_type;
-    const int lane = fresh_laneid(), r = lane / 4, first = block * kBlock + r;
-    if (!p.l2norm) {
-        if (lane < kBlock) to[block * kBlock + lane] = factor;
-        return;
+    static constexpr int kSteps = kDimK / 32;
+
+    uint4 units[kSteps][2];
+
+    __device__ inline void load(const KdaMatricesParams& p, const Operand& x, const Chunk& chunk, int block) {
+        const int lane = fresh_laneid(), first = block * kBlock + lane / 4;
+        const T* const rows = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
+                              chunk.head / p.shape.group * x.head_stride +
+                              (chunk.first_row + first) * x.row_stride;
+#pragma unroll
+        for (int n = 0; n < kSteps; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = 32 * n + lane % 4 * 8;
+                const bool is_own = first + 8 * half < chunk.tokens && column < p.shape.dim_k;
+                units[n][half] =
+                    is_own ? *reinterpret_cast<const uint4*>(rows + 8 * half * x.row_stride + column)
+                           : uint4{};
+            }
     }
-    const T* const rows = static_cast<const T*>(x.data) + chunk.batch * x.batch_stride +
-                          chunk.head / p.shape.group * x.head_stride +
-                          (chunk.first_row + first) * x.row_stride;
-    float2 upper[2]{}, lower[2]{};  // products with rows 0 to 7 and with rows 8 to 15
+    // The factors of l2norm.
+    __device__ inline void write_norms(float (&to)[kChunk], int block) const {
+        float2 upper[2]{}, lower[2]{};  // products with rows 0 to 7 and with rows 8 to 15
 #pragma unroll
-    for (int n = 0; n < kDimK / 32; n++) {
-        const int column = 32 * n + lane % 4 * 8;
-        uint4 units[2]{};
+        for (int n = 0; n < kSteps; n++) {
+            const T2 *a = reinterpret_cast<const T2*>(&units[n][0]),
+                     *b = reinterpret_cast<const T2*>(&units[n][1]);
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            if (first + 8 * half < chunk.tokens && column < p.shape.dim_k)
-                units[half] = *reinterpret_cast<const uint4*>(rows + 8 * half * x.row_stride + column);
-        const T2 *a = reinterpret_cast<const T2*>(&units[0]), *b = reinterpret_cast<const T2*>(&units[1]);
-#pragma unroll
-        for (int k = 0; k < 4; k += 2) {
-            warp::hmma16816(upper[0], upper[1], a[k], b[k], a[k + 1], b[k + 1], a[k], a[k + 1], upper[0],
-                            upper[1]);
-            warp::hmma16816(lower[0], lower[1], a[k], b[k], a[k + 1], b[k + 1], b[k], b[k + 1], lower[0],
-                            lower[1]);
+            for (int k = 0; k < 4; k += 2) {
+                warp::hmma16816(upper[0], upper[1], a[k], b[k], a[k + 1], b[k + 1], a[k], a[k + 1], upper[0],
+                                upper[1]);
+                warp::hmma16816(lower[0], lower[1], a[k], b[k], a[k + 1], b[k + 1], b[k], b[k + 1], lower[0],
+                                lower[1]);
+            }
         }
+        const int lane = fresh_laneid(), r = lane / 4, first = block * kBlock + r;
+        if (lane % 4 != r / 2) return;  // has none of the diagonal
+        to[first] = rsqrtf((r % 2 ? upper[0].y : upper[0].x) + 1e-6f);
+        to[first + 8] = rsqrtf((r % 2 ? lower[1].y : lower[1].x) + 1e-6f);
     }
-    if (lane % 4 != r / 2) return;  // has none of the diagonal
-    to[first] = factor * rsqrtf((r % 2 ? upper[0].y : upper[0].x) + 1e-6f);
-    to[first + 8] = factor * rsqrtf((r % 2 ? lower[1].y : lower[1].x) + 1e-6f);
+};
+
+// Norms of a warp's rows (Factors).
+template <class T, int kDimK, class Memory>
+__device__ inline void write_row_norms(Memory& smem, const KdaMatricesParams& p, const Chunk& chunk,
+                                       int block) {
+    if (p.l2norm) {
+        RowsForNorms<T, kDimK> queries, keys;
+        queries.load(p, p.q, chunk, block), keys.load(p, p.k, chunk, block);
+        queries.write_norms(smem.query_norms, block), keys.write_norms(smem.key_norms, block);
+    } else if (const int token = fresh_laneid(); token < kBlock) {
+        smem.query_norms[block * kBlock + token] = smem.key_norms[block * kBlock + token] = 1.f;
+    }
 }
 
 // By a warp; a lane has two tokens.

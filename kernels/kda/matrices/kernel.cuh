@@ -59,8 +59,7 @@ template <class T, int kDimK> struct MatricesMaker {
             load_part(0);
         }
         __syncwarp();
-        write_row_factors<T, kDimK>(smem.query_factors, p, p.q, chunk, p.scale, warp);
-        write_row_factors<T, kDimK>(smem.key_factors, p, p.k, chunk, 1.f, warp);
+        write_row_norms<T, kDimK>(smem, p, chunk, warp);
         if (warp == 1) write_betas(smem.beta, g, chunk);
         if (warp == 2) write_gate_parameters(smem, p, chunk.head);
         __syncthreads();
@@ -114,11 +113,14 @@ template <class T, int kDimK> struct MatricesMaker {
         const int64_t place =
             static_cast<int64_t>(chunk.batch * g.params.shape.heads + chunk.head) * g.slots + chunk.slot;
         Factors<kDimK>& factors = static_cast<Factors<kDimK>*>(g.params.left.factors)[place];
-        TileWriter<T, kDimK> writer(smem, g.params.left.tiles, place, part, warp);
+        TileWriter<T, kDimK> writer(smem, g.params, place, part, warp);
         if (warp == 0) writer.leave_decay(factors);
         if (warp == 1 && part == 0) {
             const int lane = fresh_laneid();
-            factors.beta.write(lane, {smem.beta[2 * lane], smem.beta[2 * lane + 1]});
+            auto pair = [&](const float* x) { return float2{x[2 * lane], x[2 * lane + 1]}; };
+            factors.beta.write(lane, pair(smem.beta));
+            write_pair(factors.query_norms, 2 * lane, pair(smem.query_norms));
+            write_pair(factors.key_norms, 2 * lane, pair(smem.key_norms));
         }
         writer.leave_rows();
     }
@@ -147,8 +149,8 @@ template <class T, int kDimK> struct MatricesMaker {
             const int j = block * kBlock + lane % 4 * 2 + n / 2 * 8;
             const int last = i < chunk.tokens ? i : -1;
             const float *q = &pairs.of_queries[n / 2][n % 2 * 2], *k = &pairs.of_keys[n / 2][n % 2 * 2];
-            const float2 writers{smem.key_factors[j], smem.key_factors[j + 1]};
-            const float reader = smem.query_factors[i], eraser = -smem.key_factors[i];
+            const float2 writers{smem.key_norms[j], smem.key_norms[j + 1]};
+            const float reader = g.params.scale * smem.query_norms[i], eraser = -smem.key_norms[i];
             p[n] = from_float2<T2>(
                 {j <= last ? reader * writers.x * q[0] : 0.f, j < last ? reader * writers.y * q[1] : 0.f});
             of_keys.tiles[0][0].data[n] = {j < last ? eraser * writers.x * k[0] : 0.f,

@@ -25,16 +25,18 @@ template <class T, int kDimK> struct TileWriter {
 
     const MatricesMemory<T, kDimK>& smem;
     T* tiles;  // of the chunk: [kTiles, kChunk, kDimK]
+    float scale;
     int part, block;
     int half, channel;  // of the lane: as LaneGates has them
     // In bits from the block's begin: b of the token before, b of the block's end; and of the blocks behind.
     float last[kChannels], own[kChannels], later[kChannels];
     float before[kChannels];  // the decay over all tokens before
 
-    __device__ inline TileWriter(const MatricesMemory<T, kDimK>& smem, void* all_tiles, int64_t chunk,
-                                 int part, int block)
+    __device__ inline TileWriter(const MatricesMemory<T, kDimK>& smem, const KdaMatricesParams& p,
+                                 int64_t chunk, int part, int block)
         : smem(smem),
-          tiles(static_cast<T*>(all_tiles) + chunk * (kTiles * kChunk * kDimK)),
+          tiles(static_cast<T*>(p.left.tiles) + chunk * (kTiles * kChunk * kDimK)),
+          scale(p.scale),
           part(part),
           block(block) {
         const LaneGates lane(fresh_laneid());
@@ -88,7 +90,8 @@ template <class T, int kDimK> struct TileWriter {
         for (int i = 0; i < kTokens; i++) {
             Four q, of_query;
             load(q, smem.in.queries, i), load(keys[i], smem.in.keys, i);
-            const float query_factor = smem.query_factors[row + i], key_factor = smem.key_factors[row + i];
+            const float query_factor = scale * smem.query_norms[row + i],
+                        key_factor = smem.key_norms[row + i];
 #pragma unroll
             for (int c = 0; c < kChannels; c++) {
                 before[c] *= decays[i][c], of_query[c] = query_factor * before[c];

@@ -18,6 +18,7 @@ from tfla_tk import UnsupportedError, delta_rule, gla, mlstm, simple_gla, which
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.channel_gate.support import supports_gla
 from tfla_tk.backends.triton import fla, installation, mlstm_kernels
+from tfla_tk.core import dispatch
 
 LINEAR = ("chunk_simple_gla", "chunk_retention", "chunk_gla", "chunk_delta_rule", "chunk_gated_delta_rule")
 MLSTM = ("mlstm_chunkwise", "mlstm_siging_chunkwise")
@@ -62,8 +63,7 @@ def test_a_refusal_of_tritons_kernels_has_all_of_its_reasons(monkeypatch: pytest
 
 def test_the_machine_is_among_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "device_fault", lambda index: ("this is an A100", "use an H100"))
-    arguments = dict.fromkeys(gla._path.arguments) | draw("chunk_gla", dim=513)
-    _, call = gla._path.describe(**arguments | {"output_final_state": False, "state_v_first": False})
+    *_, call = dispatch.describe("chunk_gla", **draw("chunk_gla", dim=513))
     verdict = supports_gla(dataclasses.replace(call, device=torch.device("cuda", 0)))
     for told in ("this is an A100", "q, k, v are torch.float32", "K = 513"):
         assert told in verdict.reason

@@ -216,7 +216,7 @@ def test_the_registered_ops(name: str, in_place: bool) -> None:
     if name == "retention":
         gate = reference.retention_log_decay(4).expand(2, 3, 4)
     state = x["initial_state"]
-    scale, flags = 16**-0.5, (False, False, False, False)
+    scale, flags = 16**-0.5, (False, False, False, False, None)
     given = *(x[key] for key in "qkv"), gate, x.get("beta"), None, None
     expected = getattr(tfla_tk, f"fused_recurrent_{name}")(**x, output_final_state=True)
     if not in_place:
@@ -238,7 +238,7 @@ def test_the_registered_ops_have_no_gradients() -> None:
     x["q"].requires_grad_()
     args = *(x[key] for key in ("q", "k", "v", "gk")), None, None, None, x["initial_state"]
     with pytest.raises(RuntimeError, match="tfla_tk::recurrent has no gradients"):
-        torch.ops.tfla_tk.recurrent(*args, None, 0.25, False, False, False, False, True)
+        torch.ops.tfla_tk.recurrent(*args, None, 0.25, False, False, False, False, None, True)
 
 
 @of_every_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from tfla_tk import (
 )
 from tfla_tk.backends.tk.scalar_gate import support
 from tfla_tk.backends.triton import fla
-from tfla_tk.core.dispatch import OPERATORS
+from tfla_tk.core import dispatch
 from tfla_tk.core.support import SUPPORTED
 
 from .families import GATED, GLA, KDA, PLAIN, SIMPLE_GLA, UNGATED, Family
@@ -253,9 +252,7 @@ def test_the_others_check_alike(function: Callable[..., Any]) -> None:
 def describe(family: Family, *, heads: tuple[int, int] = (2, 2), **changes: Any) -> Any:
     """A call of bf16 tensors, as on a GPU where nothing else is said."""
     x = {name: t.to("meta") for name, t in family.draw(dtype=torch.bfloat16, heads=heads).items()}
-    bound = inspect.signature(family.function).bind(**x)
-    bound.apply_defaults()
-    _, call = OPERATORS[family.function.__name__].describe(**bound.arguments)
+    *_, call = dispatch.describe(family.function.__name__, **x)
     return dataclasses.replace(call, **{"device": torch.device("cuda"), **changes})
 
 

@@ -26,3 +26,13 @@ def test_arguments_and_sections_of_a_docstring() -> None:
         "First line.\n\nEquations:\n\n```text\na = b\n\nc = d\n```\n\nSee `f` and `x`.\n\n"
         "**Args**\n\n- `q, k`: of one dtype: any.\n- `v`: values.\n\n**Returns**\n\no [B, T] in fp32."
     )
+
+
+def test_the_same_words_about_an_argument_stand_once() -> None:
+    told: dict[str, str] = {}
+    first = "First.\n\n**Args**\n\n- `q, k`: of one dtype.\n- `scale`: of q."
+    assert api.once("first", first, told) == first
+    second = "Second.\n\n**Args**\n\n- `scale`: of q.\n- `v`: values.\n- `q, k`: as in `first`."
+    assert api.once("second", second, told) == (
+        "Second.\n\n**Args**\n\n- `v`: values.\n- `scale, q, k`: as in `first`."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfla_tk.bench import linear_step
+from tfla_tk.bench import inputs, linear_step
 from tfla_tk.bench.results import V_FIRST
 from tfla_tk.bench.shapes import Shape
 
@@ -41,4 +41,4 @@ def test_every_step_is_that_of_its_own_state(op: str) -> None:
     if op != "delta_rule":
         found = operator.call(f"reference{V_FIRST}", *tensors.values())
         torch.testing.assert_close(found, expected)
-    linear_step.forget()
+    inputs.forget()

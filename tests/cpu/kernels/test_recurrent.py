@@ -267,7 +267,9 @@ def test_the_state_behind_every_token(
     if packed:
         given = [None if part is None else part.flatten(0, 1)[None] for part in given]
         offsets = torch.arange(4) * tokens
-    core = RecurrentCore(*given, None, None, pool, offsets, 64**-0.5, v_first, False, False, False, True)
+    core = RecurrentCore(
+        *given, None, None, pool, offsets, 64**-0.5, v_first, False, False, False, None, True
+    )
     o = torch.full_like(core.v, torch.nan)
     recurrent.launch_in_place(core, o, Slots(slots, accepted, 1))
     assert torch.equal(pool, expected) and torch.equal(o.view_as(rows), rows)

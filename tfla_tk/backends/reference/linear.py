@@ -1,7 +1,5 @@
 """The reference as a backend of the operators in [B, T, H, D]: any device and floating dtype, any shape."""
 
-from __future__ import annotations
-
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.layout import FORMS
 from tfla_tk.core.support import SUPPORTED, Support

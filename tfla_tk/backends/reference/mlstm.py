@@ -1,7 +1,6 @@
 """The reference as a backend: pure PyTorch, plain autograd, any device and floating dtype, any shape."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +19,8 @@ supports_mlstm = supports_form
 
 
 def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens.
-    """
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n). tensors: q, k, v, i,
+    f, c_initial, n_initial, m_initial, cu_seqlens."""
     form = variant or "chunkwise"
     cu_seqlens = tensors[-1]
     if has_no_values(cu_seqlens):
@@ -39,18 +35,14 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
     return h, tuple(x.clone() for x in last) if call.seq == 0 else last
 
 
-def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Everything is supported; ValueError for a variant: the step has one form."""
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None, what: str = "a step") -> Support:
+    """Everything is supported; ValueError for a variant: decoding has one form."""
     if variant is not None:
-        fail("backend", "'reference' for a step", repr(f"reference:{variant}"))
+        fail("backend", f"'reference' for {what}", repr(f"reference:{variant}"))
     return SUPPORTED
 
 
-def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Everything is supported; ValueError for a variant: a few tokens are the recurrence."""
-    if variant is not None:
-        fail("backend", "'reference' for a few tokens", repr(f"reference:{variant}"))
-    return SUPPORTED
+supports_mlstm_sequence = partial(supports_mlstm_step, what="a few tokens")
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

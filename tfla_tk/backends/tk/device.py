@@ -4,8 +4,6 @@ Families say by a function and plain numbers which kernels a call takes (`Kernel
 may have sizes as symbols, sees the answers as constants.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
@@ -37,17 +35,8 @@ def known_sizes(device: torch.device, *sizes: Any) -> tuple[int, ...] | None:
     return None if symbolic or device.index is None else (*sizes, device.index)
 
 
-def not_on_a_gpu(device: torch.device) -> Support:
-    """The refusal of tensors that are elsewhere."""
-    return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
-
-
 def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
-    """Whether instances can be had and run on a GPU of this machine; nothing is loaded.
-
-    Args:
-        key: the arguments of kernels_of.
-    """
+    """Whether instances, kernels_of(*key), can be had and run on a GPU of this machine; nothing is loaded."""
     reason, remedy = device_fault(device.index)
     if reason:
         return Support(False, reason, remedy, failed=reason in _told)

@@ -6,8 +6,6 @@ them.
 A few tokens without gradients are served by the decoding kernels of all families (recurrent.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -63,14 +61,7 @@ supports_kda, kda, prepare_kda = _with_steps("kda", kda_support.supports_kda, kd
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
-
-    Returns:
-        Whether the call can be served.
-
-    Raises:
-        CaptureError: something would have to be compiled while a CUDA graph is being captured.
-    """
+    """`device.load` of a call that is supported, for its gradients too."""
     if call.is_empty:
         return SUPPORTED
     if recurrent.serves(call):

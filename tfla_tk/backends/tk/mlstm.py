@@ -1,7 +1,5 @@
 """mLSTM on the ThunderKittens kernels: what the registry finds of it in this backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +22,8 @@ prepare_mlstm_step = mlstm_decode.step.prepare
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n).
-
-    Args:
-        tensors: q, k, v, i, f, c, n, m.
-    """
+    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n). tensors: q, k, v, i, f,
+    c, n, m."""
     if not call.requires_grad:
         return mlstm_decode.step.serve(call, variant, *tensors)
     # the chunkwise kernel over a sequence of one token: it has gradients

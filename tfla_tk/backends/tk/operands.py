@@ -1,7 +1,5 @@
 """Tensors as kernels take them: addresses, strides, codes of dtypes; copies of what they cannot read."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -56,10 +54,8 @@ def gate(x: Tensor) -> Gate:
 
 @functools.lru_cache(maxsize=4096)
 def descriptor_strides(shape: tuple[int, ...], of_x: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows.
-
-    The strides of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too.
-    """
+    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows. The strides
+    of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too."""
     if shape[-1] > 1 and of_x[-1] != 1:
         return None
     outer = tuple(
@@ -91,11 +87,8 @@ def as_state(x: MaybeTensor) -> MaybeTensor:
 
 
 def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTensor) -> tuple[Any, ...]:
-    """What launches depend on of their tensors but for addresses: the device, sizes, strides and dtypes.
-
-    Args:
-        tensors: all of them, whose sizes follow from those of the first three.
-    """
+    """What launches depend on of all their tensors but for addresses: the device, sizes, strides and
+    dtypes."""
     sizes = q.get_device(), q.shape, v.shape, None if cu_seqlens is None else cu_seqlens.shape
     return *sizes, *[None if x is None else (x.stride(), x.dtype) for x in tensors]
 
@@ -107,23 +100,3 @@ def strides(*tensors: MaybeTensor) -> tuple[Any, ...]:
 
 def _dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def sizes_of(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor) -> dict[str, Any]:
-    """Sizes of a call as the kernels are told them, by name. Heads are those of v.
-
-    Args:
-        q: [B, T, H, K]. v: [B, T, HV, V]. cu_seqlens: [N + 1] or None.
-    """
-    batch, seq, heads, dim_v = v.shape
-    return {
-        "sequences": batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "batch": batch,
-        "heads": heads,
-        "seq": seq,
-        "dim_k": q.shape[3],
-        "dim_v": dim_v,
-        "half": q.dtype == torch.float16,
-        "device": q.get_device(),
-        "packed_64bit": cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
-    }

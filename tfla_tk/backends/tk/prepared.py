@@ -3,22 +3,117 @@
 A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/prepared_launches.h).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk.operands import Gate, Operand, descriptor_strides
-from tfla_tk.core.layout import ADDRESS_BITS, DTYPES, MaybeTensor
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    Gate,
+    Operand,
+    as_operand,
+    as_state,
+    descriptor_strides,
+    laid_out,
+)
+from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, DTYPES, Cut, Kept, MaybeTensor, chunk_slots
 
 # what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
 
+NO_OPERAND: Operand = (0, 0, 0, 0)
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 _SCRATCH_ALIGNMENT = 256  # bytes
+
+
+class Sizes(NamedTuple):
+    """Of a call in [B, T, H, D], as the kernels are told them. Heads are those of v."""
+
+    sequences: int
+    slots: int  # of chunks, per head
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int  # heads that share one of q and k
+    half: bool
+    device: int
+    packed_64bit: bool
+    packed: bool = False
+    batch_invariant: bool = False
+    decays: bool = True  # has gates
+    trains: bool = False  # a backward, or a forward that keeps what one reads
+
+    @classmethod
+    def of(cls, core: Any, *, trains: bool = False) -> Any:
+        """Of a family's call."""
+        q, v, offsets = core.q, core.v, core.cu_seqlens
+        batch, seq, heads, dim_v = v.shape
+        return cls(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            slots=chunk_slots(seq, offsets),
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=q.shape[3],
+            dim_v=dim_v,
+            group=heads // q.shape[2],
+            half=q.dtype == torch.float16,
+            device=q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            packed=offsets is not None,
+            batch_invariant=core.batch_invariant,
+            decays=core.g is not None,
+            trains=trains,
+        )
+
+    @property
+    def uncut(self) -> Cut:
+        """Every sequence is one segment."""
+        return Cut(self.sequences, self.seq // CHUNK + 1)
+
+    def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
+        """As the kernels take them, with the address of the offsets, 0 for none, and a cut."""
+        return (address, self.packed_64bit, self.sequences, *(cut or self.uncut), *self[2:10])
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Of the states before and after."""
+        return self.sequences, self.heads, self.dim_k, self.dim_v
+
+
+def readable(core: Any, operands: Sequence[str] = ("q", "k", "v")) -> Any:
+    """The call of a family itself where the kernels can take its tensors as they lie, else with copies."""
+    offsets = core.cu_seqlens
+    read = core._replace(
+        **{name: as_operand(getattr(core, name)) for name in operands},
+        initial_state=as_state(core.initial_state),
+        cu_seqlens=None if offsets is None else offsets.contiguous(),
+    )
+    return core if are_same(read, core) else read
+
+
+def layout_of(core: Any) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    count = core._fields.index("cu_seqlens") + 1
+    return laid_out(core.q, core.v, core.cu_seqlens, *core[:count]), core[count:]
+
+
+def left_for(kept: Kept | None, layout: tuple[int, ...], forward: Callable[[], Kept | None]) -> Tensor:
+    """What a forward has left for its backward, where the kernels can read it. It is made again where its
+    layout is another, or its elements are not as many as that says first."""
+    left = kept.tensors[0] if kept is not None and kept.layout == layout else None
+    if left is None or left.numel() != layout[0]:
+        kept = forward()
+        assert kept is not None
+        left = kept.tensors[0]
+    assert left is not None
+    # by a hook on saved tensors
+    is_moved = left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous()
+    return left.clone(memory_format=torch.contiguous_format) if is_moved else left
 
 
 class Addresses:
@@ -34,11 +129,8 @@ class Addresses:
 
 
 def number(core: Any) -> tuple[Any, Addresses]:
-    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones.
-
-    Args:
-        core: of a family, a NamedTuple whose last tensor is cu_seqlens.
-    """
+    """The prepared addresses of a call's tensors, the last of which is cu_seqlens, in the place of these,
+    and what numbers further ones."""
     addresses, count = Addresses(), core._fields.index("cu_seqlens") + 1
     at = [addresses.next(given=x is not None) for x in core[:count]]
     return core._make([*at, *core[count:]]), addresses
@@ -50,11 +142,7 @@ def aligned(size: int) -> int:
 
 
 class Scratch:
-    """Places in one allocation, of what kernels of a call leave for others.
-
-    Attributes:
-        bytes: of the allocation.
-    """
+    """Places in one allocation, of what kernels of a call leave for others. bytes: of the allocation."""
 
     def __init__(self, address: int) -> None:
         """Args: address: the prepared one of the allocation."""
@@ -80,19 +168,19 @@ class Result(NamedTuple):
     written: Tensor
 
     @staticmethod
-    def like(x: Tensor, device: str | None = None) -> Result:
+    def like(x: Tensor, device: str | None = None) -> "Result":
         """Uninitialised, like x [B, T, H, D] in memory order."""
         return Result.of(torch.empty_like(x, device=device))
 
     @staticmethod
-    def of(result: Tensor) -> Result:
+    def of(result: Tensor) -> "Result":
         """With itself, or a dense tensor, to be written."""
         if descriptor_strides(result.shape, result.stride()) is None:
             return Result(result, result.new_empty(result.shape))
         return Result(result, result)
 
     @staticmethod
-    def of_state(result: Tensor) -> Result:
+    def of_state(result: Tensor) -> "Result":
         """With itself where it is contiguous, or a contiguous tensor, to be written."""
         return Result(result, result if result.is_contiguous() else result.new_empty(result.shape))
 
@@ -104,6 +192,28 @@ class Result(NamedTuple):
     def filled(self) -> Tensor:
         """The result, once what is written is there."""
         return self.result if self.is_direct else self.result.copy_(self.written)
+
+
+class Results:
+    """Those of calls whose tensors lie alike that are like an input [B, T, H, D] each. likes: these
+    inputs. addresses: number the results. operands: what the kernels write, at prepared addresses."""
+
+    def __init__(self, likes: Sequence[Any], addresses: Addresses) -> None:
+        results = [Result.like(x, "meta") for x in likes]
+        self._are_direct = all(x.is_direct for x in results)
+        self.operands = [operand_at(addresses.next(), x.written) for x in results]
+
+    def allocate(self, likes: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of a call, and what the kernels write."""
+        results = [torch.empty_like(x) for x in likes]
+        return results, results if self._are_direct else [Result.of(x).written for x in results]
+
+    @staticmethod
+    def fill(results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Once what is written is there."""
+        for result, found in zip(results, written, strict=True):
+            if found is not result:
+                result.copy_(found)
 
 
 def are_same(tensors: Iterable[Any], others: Iterable[Any]) -> bool:

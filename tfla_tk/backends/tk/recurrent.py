@@ -1,7 +1,5 @@
 """A few tokens of the operators in [B, T, H, D] on the decoding kernels, which read a state once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,23 +26,20 @@ def serves(call: LinearCall) -> bool:
 def supports(call: LinearCall, variant: str | None) -> Support:
     """Whether the kernels serve one of their calls; ValueError for a variant."""
     refusals.check_variant(variant)
-    return together(
-        refusals.of_place(call.device),
-        _of_dtype(call),
-        _of_head_dims(call),
-        _of_state(call),
-    ) or device.supports(call.device, _kernels_of, *_key(call))
+    found = [refusals.of_place(call.device)]
+    if call.dtype not in _DTYPES:
+        remedy = "use torch.bfloat16, torch.float16 or torch.float32"
+        found.append(Support(False, f"q, k, v are {call.dtype}", remedy))
+    found.append(_of_head_dims(call))
+    if call.state_in_place not in (None, *_DTYPES):
+        remedy = "use torch.float32, or inplace=False"
+        found.append(Support(False, f"a state in {call.state_in_place} in place", remedy))
+    return together(*found) or device.supports(call.device, _kernels_of, *_key(call))
 
 
 def load(call: LinearCall) -> Support:
     """Load the kernels of a call that is supported, and compile what the cache lacks."""
     return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
-
-
-def _of_dtype(call: LinearCall) -> Support | None:
-    if call.dtype in _DTYPES:
-        return None
-    return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16, torch.float16 or torch.float32")
 
 
 def _of_head_dims(call: LinearCall) -> Support | None:
@@ -58,12 +53,6 @@ def _of_head_dims(call: LinearCall) -> Support | None:
         keys = ", ".join(map(str, possible))
         reason = f"for up to {FEW} tokens K is one of {keys}, this is {call.dim_qk}"
     return Support(False, reason, "call the chunk function, or use backend 'triton'")
-
-
-def _of_state(call: LinearCall) -> Support | None:
-    if call.state_in_place in (None, *_DTYPES):
-        return None
-    return Support(False, f"a state in {call.state_in_place} in place", "use torch.float32, or inplace=False")
 
 
 def _key(call: LinearCall) -> tuple[int, bool, bool, bool, torch.dtype]:
@@ -125,57 +114,33 @@ def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTen
     kernel = build.load(launcher, *kernels)
     # to be held until the launches, which get addresses alone
     g = None if core.g is None else _narrowed(core.g)
-    rows = [None if x is None else _with_dense_rows(x) for x in (q, k, v, o, g)]  # those of o are dense
+    # those of o are dense
+    rows = [x if x is None or x.dim() < 4 or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, o, g)]
     beta = None if core.beta is None else _narrowed(core.beta)
     per_head = [None if x is None else _narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
     offsets = None if core.cu_seqlens is None else core.cu_seqlens.contiguous()
+    columns: tuple[Any, ...] | None = None
+    if slots.indices is not None:
+        width = slots.indices.shape[1] if slots.of_tokens else 1
+        of_pool = slots.of_tokens, pointer(slots.accepted), slots.first
+        columns = slots.indices.data_ptr(), slots.indices.stride(0), width, *of_pool
     kernel.decode(
-        *(None if x is None else _numbers(x) for x in (*rows, beta)),
+        *(None if x is None else (x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype]) for x in (*rows, beta)),
         *(None if x is None else (x.data_ptr(), DTYPES[x.dtype]) for x in per_head),
-        _pool(before),
-        _pool(after),
-        DTYPES[dtype],
-        None if slots.indices is None else _columns(slots.indices, slots),
-        (pointer(offsets), offsets is not None and offsets.dtype == torch.int64),
-        (core.sequences, heads, value_heads, dim_k, dim_v, tokens),
-        core.scale,
-        core.state_v_first,
-        by_channel,
-        delta_rule,
-        core.qk_l2norm,
-        core.beta_sigmoid,
-        core.neg_eigval,
-        where,
-        current_stream(where),
-    )
+        # where states begin, and elements from one to the next
+        *((0, 0) if x is None else (x.data_ptr(), x.stride(0)) for x in (before, after)),
+        DTYPES[dtype], columns, (pointer(offsets), offsets is not None and offsets.dtype == torch.int64),
+        (core.sequences, heads, value_heads, dim_k, dim_v, tokens), core.scale,
+        core.state_v_first, by_channel, delta_rule, core.qk_l2norm, core.beta_sigmoid, core.neg_eigval,
+        _gate(core), core.lower_bound or 0.0, where, current_stream(where),
+    )  # fmt: skip
 
 
-def _columns(indices: Tensor, slots: Slots) -> tuple[Any, ...]:
-    """Slots as the launcher takes them."""
-    columns = indices.shape[1] if slots.of_tokens else 1
-    return (
-        indices.data_ptr(),
-        indices.stride(0),
-        columns,
-        slots.of_tokens,
-        pointer(slots.accepted),
-        slots.first,
-    )
-
-
-def _pool(x: MaybeTensor) -> tuple[int, int]:
-    """Where states begin, and elements from one to the next."""
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
-
-
-def _numbers(x: Tensor) -> tuple[int, ...]:
-    """x as the launcher takes it."""
-    return x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype]
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """x itself, or a copy where the numbers of a row [B, T, H, D] do not lie side by side."""
-    return x if x.dim() < 4 or x.stride(-1) == 1 else x.contiguous()
+def _gate(core: RecurrentCore) -> int:
+    """DecodeGate in kernels/decode/params.h."""
+    if not core.is_raw:
+        return 0
+    return 1 if core.lower_bound is None else 2
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """What the kernels over whole sequences of every family refuse alike, and how their modules are chosen."""
 
-from __future__ import annotations
-
 import torch
 
 from tfla_tk.backends.tk import device
@@ -31,7 +29,8 @@ def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
 def of_place(where: torch.device) -> Support | None:
     """Why no kernel can run where the tensors are, or None."""
     if where.type != "cuda":
-        return device.not_on_a_gpu(where)
+        reason = f"the kernels run on a GPU, the tensors are on {where}"
+        return Support(False, reason, "move them to a GPU")
     reason, remedy = device.device_fault(where.index)
     return Support(False, reason, remedy) if reason else None
 
@@ -53,11 +52,19 @@ def of_scale(call: LinearCall) -> Support | None:
     return Support(False, f"scale = {call.scale}, the kernels take positive ones", remedy)
 
 
-def of_count(heads: str, count: int) -> Support | None:
-    """Why there are too many sequences of all heads, or None; packed ones may be empty.
+def of_call(
+    call: LinearCall, variant: str | None, most: tuple[int, int], *more: Support | None
+) -> Support | None:
+    """Why the kernels of an operator in [B, T, H, D] do not take a call, or None; ValueError for a
+    variant. most: K and V."""
+    check_variant(variant)
+    of_metadata = together(of_operands(call), of_head_dims(call, *most), *more)
+    return of_metadata or of_count("value heads", call.sequences * call.value_heads)
 
-    To be asked last: where the sizes are symbols it bounds them, which torch.export refuses.
-    """
+
+def of_count(heads: str, count: int) -> Support | None:
+    """Why there are too many sequences of all heads, or None; packed ones may be empty. To be asked last:
+    where the sizes are symbols it bounds them, which torch.export refuses."""
     if count <= _MOST_SEQUENCES:
         return None
     reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"

@@ -6,8 +6,6 @@ segment to segment. So it is in the forward, and in the backward's walks for C a
 their own costs; a forward that keeps its states for the backward takes the backward's cut.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -23,13 +21,9 @@ _LEAST_CHUNKS = 4
 
 
 class Costs(NamedTuple):
-    """What a cut costs, in chunks of the kernel whose sequences are cut.
-
-    Attributes:
-        states_chunk: a chunk that forgets nothing, of the kernel that sums segments.
-        prologue: start and end of a CTA.
-        launches: the small kernel, with the gaps between launches.
-    """
+    """What a cut costs, in chunks of the kernel whose sequences are cut. states_chunk: a chunk that
+    forgets nothing, of the kernel that sums segments. prologue: start and end of a CTA. launches: the
+    small kernel, with the gaps between launches."""
 
     states_chunk: float
     prologue: float
@@ -52,12 +46,8 @@ def find(
     packed: bool,
     batch_invariant: bool,
 ) -> Cut:
-    """The cut of sequences of `tokens` tokens each, or together where they are packed.
-
-    Args:
-        ctas, multiprocessors: as of `cut`.
-        batch_invariant: the cut follows from the length of each sequence alone.
-    """
+    """The cut of sequences of `tokens` tokens each, or together where they are packed; batch invariant it
+    follows from the length of each sequence alone. Others as of `cut`."""
     if batch_invariant:
         return cut_invariant(sequences, tokens, packed=packed)
     return (cut_packed if packed else cut)(sequences, tokens, ctas, multiprocessors, costs)
@@ -65,12 +55,9 @@ def find(
 
 @functools.lru_cache(maxsize=4096)
 def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
-    """The cut of `sequences` sequences of `tokens` tokens each.
-
-    Args:
-        ctas: that work on one segment: heads times slices of V, or of K times parts of V in the backward.
-        multiprocessors: of the GPU, times the CTAs that one of them holds.
-    """
+    """The cut of `sequences` sequences of `tokens` tokens each. ctas: that work on one segment: heads
+    times slices of V, or of K times parts of V in the backward. multiprocessors: of the GPU, times the
+    CTAs that one of them holds."""
     chunks = -(-tokens // CHUNK)
 
     def cost(length: int) -> float:
@@ -89,11 +76,9 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Cos
 
 
 def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
-    """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know.
-
-    A segment is as long as if all tokens were one sequence: then one long sequence among short ones fills the
-    GPU, and sequences of equal length are rarely cut at all.
-    """
+    """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know. A
+    segment is as long as if all tokens were one sequence: then one long sequence among short ones fills
+    the GPU, and sequences of equal length are rarely cut at all."""
     length = cut(1, tokens, ctas, multiprocessors, costs).chunks
     if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
         return Cut(sequences, tokens // CHUNK + 1)
@@ -101,11 +86,8 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
 
 
 def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
-    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its start.
-
-    Args:
-        tokens: of each sequence, or of all packed ones together.
-    """
+    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its
+    start. tokens: of each sequence, or of all packed ones together."""
     return cut_into(sequences, tokens, INVARIANT_CHUNKS, packed=packed)
 
 

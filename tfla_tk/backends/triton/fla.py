@@ -4,8 +4,6 @@ What fla gets wrong or does not have is refused here with the reason; docs/trito
 only variant is "triton:fla".
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import nullcontext
@@ -14,16 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
-from tfla_tk.backends.triton.installation import (
-    GRID_LIMIT,
-    is_interpreted,
-    load_module,
-    missing,
-    too_many,
-    triton_version,
-    unusable,
-)
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.kda import KDACall
 from tfla_tk.calls.linear import LinearCall
@@ -32,21 +22,9 @@ from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support, together
 
 # public name -> module of fla
-FLA_OPS = {
-    "chunk_gla": "fla.ops.gla",
-    "chunk_simple_gla": "fla.ops.simple_gla",
-    "chunk_retention": "fla.ops.retention",
-    "chunk_lightning_attn": "fla.ops.lightning_attn",
-    "chunk_delta_rule": "fla.ops.delta_rule",
-    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "chunk_kda": "fla.ops.kda",
-    "fused_recurrent_gla": "fla.ops.gla",
-    "fused_recurrent_simple_gla": "fla.ops.simple_gla",
-    "fused_recurrent_retention": "fla.ops.retention",
-    "fused_recurrent_delta_rule": "fla.ops.delta_rule",
-    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "fused_recurrent_kda": "fla.ops.kda",
-}
+_IN_BOTH_WAYS = ("simple_gla", "retention", "gla", "delta_rule", "gated_delta_rule", "kda")
+FLA_OPS = {f"chunk_{op}": f"fla.ops.{op}" for op in (*_IN_BOTH_WAYS, "lightning_attn")}
+FLA_OPS |= {f"fused_recurrent_{op}": f"fla.ops.{op}" for op in _IN_BOTH_WAYS}
 
 # those whose backward fla refuses on Hopper with some versions of Triton
 GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")
@@ -57,7 +35,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
 
 # looked up once at import, so that torch.compile sees a constant
-FLA_MISSING = missing("fla", "fla-core")
+FLA_MISSING = installation.missing("fla", "fla-core")
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -76,14 +54,11 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
 
 
 def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support | None:
-    """Why fla's operator does not serve a call at all; ValueError for a variant but "fla".
-
-    Args:
-        op: one of FLA_OPS.
-    """
+    """Why fla's operator, one of FLA_OPS, does not serve a call at all; ValueError for a variant but
+    "fla"."""
     if variant not in (None, "fla"):
         fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
-    found = [unusable(call.device, FLA_MISSING)]
+    found = [installation.unusable(call.device, FLA_MISSING)]
     if call.dtype == torch.float64:
         found.append(Support(False, "Triton kernels have no float64", "use float32 or the reference"))
     if op == "chunk_delta_rule" and call.dtype == torch.float32:
@@ -114,17 +89,14 @@ def uneven_heads(call: LinearCall) -> Support | None:
 def too_many_heads(call: LinearCall) -> Support | None:
     """Why fla's grids do not hold the heads, or None."""
     count = call.batch * call.value_heads
-    if count <= GRID_LIMIT:
+    if count <= installation.GRID_LIMIT:
         return None
-    return too_many("batch x value heads", count, "split the batch or the heads")
+    return installation.too_many("batch x value heads", count, "split the batch or the heads")
 
 
 def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
-    """The verdict on a call that fla's kernels take.
-
-    Args:
-        gated: its backward is the one that some versions of Triton miscompile.
-    """
+    """The verdict on a call that fla's kernels take. gated: some versions of Triton miscompile its
+    backward."""
     if call.requires_grad and gated and _guard_is_lifted():
         return Support(
             True,
@@ -132,7 +104,7 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
             "check the gradients, or use triton >= 3.7.1",
             auto=False,
         )
-    if is_interpreted(call.device):
+    if installation.is_interpreted(call.device):
         return Support(
             True,
             "runs in Triton's interpreter, where fla's kernels fail as they are",
@@ -173,7 +145,7 @@ def _too_many_keys(call: LinearCall) -> Support | None:
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     """Import what serves a call that is supported."""
-    return load_module(FLA_OPS[_op_of(call)])
+    return installation.load_module(FLA_OPS[_op_of(call)])
 
 
 def _op_of(call: LinearCall) -> str:
@@ -204,11 +176,8 @@ def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, M
 
 
 def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
-    """fla's functions for the delta rule, or where there is a decay for the gated one.
-
-    Args:
-        tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
-    """
+    """fla's functions for the delta rule, or the gated one, of q, k, v, g, beta, A_log, dt_bias,
+    initial_state, cu_seqlens, cu_seqlens_cpu."""
     q, k, v, _, beta, *_ = tensors
     if call.gate == "none":
         options = _options(call, tensors) | {"use_qk_l2norm_in_kernel": call.qk_l2norm}
@@ -254,11 +223,8 @@ def _gated_options(call: DeltaRuleCall, tensors: tuple[Any, ...]) -> dict[str, A
 
 
 def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) -> dict[str, Any]:
-    """What fla's functions have in common beside their operands and gates.
-
-    Args:
-        sized: the chunkwise one has a chunk_size.
-    """
+    """What fla's functions have in common beside operands and gates. sized: the chunkwise one has a
+    chunk_size."""
     *_, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
     options = {
         "scale": call.scale,
@@ -272,11 +238,7 @@ def _options(call: LinearCall, tensors: tuple[Any, ...], *, sized: bool = True) 
 
 
 def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-    """fla's own operator, with autocast off and on the right device.
-
-    Args:
-        op: one of FLA_OPS. device: of the tensors. args, kwargs: as fla takes them.
-    """
+    """fla's own operator, one of FLA_OPS, with autocast off and on the device of the tensors."""
     function = undispatched(original(getattr(importlib.import_module(FLA_OPS[op]), op)))
     # its launches go to the current device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -296,7 +258,7 @@ def gated_backward_is_guarded() -> bool:
 
 def _guard_is_lifted() -> bool:
     """Whether someone has told fla that a Triton that miscompiles its gated backward does not."""
-    version = triton_version()
+    version = installation.triton_version()
     if version is None or tuple(int(x) for x in re.findall(r"\d+", version)[:3]) >= _REPAIRED:
         return False
     return _stands_on_hopper() and bool(guard_module().TRITON_ABOVE_3_7_1)

@@ -4,8 +4,6 @@ What it puts there has the attribute ORIGINAL. fla's functions call one another,
 in their place hand every call on to the originals.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

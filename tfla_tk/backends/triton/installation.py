@@ -1,7 +1,5 @@
 """Which Triton kernels can be used here: packages, versions, devices."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

@@ -4,8 +4,6 @@ A variant is a kernel family with a chunk size, "triton:xl_chunk_128"; without t
 it takes the call's chunk_size. Plain "triton" is `default_variant`.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import nullcontext
@@ -70,11 +68,8 @@ MLSTM_KERNELS_MISSING = missing("mlstm_kernels", "mlstm-kernels")
 
 
 def variants(op: str) -> list[str]:
-    """The variants that are worth timing, as `backend=` takes them.
-
-    Args:
-        op: "mlstm_chunkwise" or "mlstm_siging_chunkwise".
-    """
+    """The variants of "mlstm_chunkwise" or "mlstm_siging_chunkwise" that are worth timing, as `backend=`
+    takes them."""
     sigmoid_gate = op == "mlstm_siging_chunkwise"
     return [
         f"triton:{name}_{size}"
@@ -139,9 +134,7 @@ def mlstm(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
-
-    cu_seqlens is None: `supports_mlstm` refuses variable length.
-    """
+    cu_seqlens is None: `supports_mlstm` refuses variable length."""
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
     function = getattr(importlib.import_module(_module_of(name)), family.function)
@@ -301,14 +294,10 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
 
 def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support | None:
     """Whether a launch exceeds CUDA's grid by its chunks: its blocks along y and z, forward and backward.
-
     The kernels over the states have batch x heads along z. Those over the outputs and gradients have, in
-    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y and
-    chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64.
-
-    Args:
-        rows: batch times heads. chunks: of one sequence.
-    """
+    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y
+    and chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64. rows: batch
+    times heads. chunks: of one sequence."""
     if name == "limit_chunk":
         return too_many("chunks", chunks, "use larger chunks") if chunks > GRID_LIMIT else None
     if chunks * rows > GRID_LIMIT:

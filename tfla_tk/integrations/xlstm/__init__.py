@@ -14,8 +14,6 @@ need mlstm_kernels (pip install 'tfla_tk[xlstm]'), except for `replace(model)` o
 transformers' own native kernels. docs/xlstm.md lists what resolves to what.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings
@@ -30,16 +28,7 @@ from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
 from tfla_tk.integrations.xlstm.explain import which
 
-__all__ = [
-    "original",
-    "register",
-    "replace",
-    "replaced",
-    "restore",
-    "restored",
-    "unregister",
-    "which",
-]
+__all__ = ["original", "register", "replace", "replaced", "restore", "restored", "unregister", "which"]
 
 _lock = threading.RLock()
 

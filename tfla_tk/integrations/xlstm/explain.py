@@ -1,7 +1,5 @@
 """Which backend serves a model, and why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

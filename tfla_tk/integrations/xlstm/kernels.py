@@ -10,8 +10,6 @@ A few tokens that go on from a state, without gradients, are `tfla_tk.mlstm_sequ
 serves them (docs/decode.md), else `tfla_tk.mlstm_chunkwise` like every other sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,25 +34,11 @@ State = tuple[Tensor, Tensor, Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 # tile sizes and the like of mlstm_kernels' functions: nothing here depends on them
-TUNING = frozenset(
-    {
-        "chunk_size_inter",
-        "chunk_size_intra",
-        "num_stages",
-        "num_stages_inter",
-        "num_stages_intra",
-        "num_warps",
-        "num_warps_inter",
-        "num_warps_intra",
-        "recompute_states_in_bw",
-        "siz_b_DHHV",
-        "siz_b_DHQK",
-        "siz_b_DH_loop",
-        "siz_b_DH_parallel",
-        "siz_b_L_loop",
-        "siz_b_L_parallel",
-    }
-)
+TUNING = frozenset((
+    *("chunk_size_inter", "chunk_size_intra", "num_stages", "num_stages_inter", "num_stages_intra"),
+    *("num_warps", "num_warps_inter", "num_warps_intra", "recompute_states_in_bw", "siz_b_DHHV"),
+    *("siz_b_DHQK", "siz_b_DH_loop", "siz_b_DH_parallel", "siz_b_L_loop", "siz_b_L_parallel"),
+))  # fmt: skip
 
 
 def chunkwise(
@@ -74,17 +58,10 @@ def chunkwise(
     dtype_state: torch.dtype = torch.float32,
     **tuning: Any,
 ) -> Tensor | tuple[Tensor, State]:
-    """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as above.
-
-    An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`), since it is
-    going to be stored in them.
-
-    Args:
-        dtype_state: of the state returned; fp64 for fp64 q.
-
-    Raises:
-        TypeError: an argument that neither this package nor mlstm_kernels knows.
-    """
+    """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as
+    above. An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`),
+    since it is going to be stored in them. dtype_state: of the state returned; fp64 for fp64 q. TypeError:
+    an argument that neither this package nor mlstm_kernels knows."""
     options: dict[str, Any] = {"eps": eps, "autocast_kernel_dtype": autocast_kernel_dtype, "backend": backend}
     options |= {"return_last_states": return_last_states, "chunk_size": chunk_size}
     return _serve((q, k, v, i, f), (c_initial, n_initial, m_initial), None, dtype_state, options, tuning)
@@ -122,19 +99,19 @@ def _serve(
     options: dict[str, Any],
     tuning: dict[str, Any],
 ) -> Tensor | tuple[Tensor, State]:
-    """`chunkwise` and `chunkwise_siging`.
-
-    Args:
-        tokens: q, k, v, i, f. given: the initial state, c, n, m or with the sigmoid gate c, n.
-        normalize: of the sigmoid gate; None is the exponential gate.
-        options: the others of `mlstm_chunkwise`.
-    """
+    """`chunkwise` and `chunkwise_siging`. tokens: q, k, v, i, f. given: the initial state, c, n, m or with
+    the sigmoid gate c, n. normalize: of the sigmoid gate; None is the exponential gate. options: the
+    others of `mlstm_chunkwise`."""
     _check_tuning(tuning)
     q, sigmoid_gate = tokens[0], normalize is not None
     kept = _kept_dtype(q, dtype_state)
     recorded = _records((*tokens, *given[:2]))
     of_gate: dict[str, Any] = {"normalize": normalize} if sigmoid_gate else {}
-    if options["return_last_states"] and not recorded and _may_be_few(q, given, options["backend"]):
+    # tokens that go on from a state, few enough for the tk backend's kernel, but more than a step's one.
+    # Variants are the chunkwise kernels': with them too, the kernel for a few tokens has the name alone
+    few_tokens = 1 < q.shape[-2] <= MAX_TOKENS and all(x is not None for x in given)
+    may_be_few = few_tokens and split_backend(options["backend"])[0] in ("auto", "tk")
+    if options["return_last_states"] and not recorded and may_be_few:
         tensors: tuple[Any, ...] = (*_cast(tokens[:3], options["autocast_kernel_dtype"]), *tokens[3:], *given)
         of_few: dict[str, Any] = {"eps": options["eps"], "dtype_state": kept}
         asked = (*tensors, None)[:8]
@@ -145,14 +122,18 @@ def _serve(
                 last = (last[0], torch.zeros_like(last[1]))
             return h, _with_m(last, given[0])
     state = tuple(_private(q, x) for x in given) if recorded else given
-    options["chunk_size"] = _multiple(options["chunk_size"])
+    # the next one that the public functions take; the result does not depend on it
+    options["chunk_size"] = -(-options["chunk_size"] // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     function: Any = mlstm_siging_chunkwise if sigmoid_gate else mlstm_chunkwise
     out = function(*tokens, *state, **options, **of_gate)
     if not options["return_last_states"]:
         return out
     h, last = out
     last = _with_m(last, given[0])
-    return h, _as_kept(_handed_out(last) if recorded else last, kept)
+    c, n, m = _handed_out(last) if recorded else last
+    if kept.itemsize == 2:
+        c, n, m = representable(c, n, m, kept)
+    return h, (c.to(kept), n.to(kept), m.to(kept))
 
 
 def step(
@@ -247,18 +228,12 @@ def inference(
     return h.unsqueeze(2), last
 
 
-def renamed(
-    function: Callable[..., Any],
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    igate: Tensor,
-    fgate: Tensor,
-    **rest: Any,
-) -> Any:
+_NAMES = {"query": "q", "key": "k", "value": "v", "igate": "i", "fgate": "f"}
+
+
+def renamed(function: Callable[..., Any], **given: Any) -> Any:
     """Call `function` under the argument names of transformers' own xLSTM backend."""
-    return function(q=query, k=key, v=value, i=igate, f=fgate, **rest)
+    return function(**{_NAMES.get(name, name): x for name, x in given.items()})
 
 
 def _check_tuning(tuning: dict[str, Any]) -> None:
@@ -267,22 +242,8 @@ def _check_tuning(tuning: dict[str, Any]) -> None:
         raise TypeError(f"unexpected arguments {', '.join(unknown)}")
 
 
-def _multiple(chunk_size: int) -> int:
-    """The next chunk size that the public functions take; the result does not depend on it."""
-    return -(-chunk_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-
-
 def _kept_dtype(q: Tensor, dtype: torch.dtype) -> torch.dtype:
     return state_dtype(q) if dtype == torch.float32 else dtype
-
-
-def _may_be_few(q: Tensor, state: tuple[Tensor | None, ...], backend: str) -> bool:
-    """Whether tokens go on from a state, few enough for the tk backend's kernel, but more than a step's one.
-
-    Variants are the chunkwise kernels': with them too, the kernel for a few tokens has the name alone.
-    """
-    few = 1 < q.shape[-2] <= MAX_TOKENS and all(x is not None for x in state)
-    return few and split_backend(backend)[0] in ("auto", "tk")
 
 
 def _cast(operands: tuple[Tensor, ...], kernel_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
@@ -305,12 +266,6 @@ def _as_stored(state: State, given: Tensor | None) -> State:
     if given is None or given.dtype.itemsize != 2 or state[0].dtype == given.dtype:
         return state
     return representable(*state, given.dtype)
-
-
-def _as_kept(state: State, dtype: torch.dtype) -> State:
-    """A last state of at least fp32 in the dtype to return."""
-    c, n, m = representable(*state, dtype) if dtype.itemsize == 2 else state
-    return c.to(dtype), n.to(dtype), m.to(dtype)
 
 
 def _records(tensors: tuple[Tensor | None, ...]) -> bool:

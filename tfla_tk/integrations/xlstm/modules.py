@@ -5,8 +5,6 @@ are two classes of them: mlstm_kernels' mLSTMBackend, which xlstm and transforme
 which transformers has its own where xlstm is not installed.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any
@@ -32,11 +30,7 @@ def backend_classes() -> tuple[type[nn.Module], ...]:
 
 
 def backends_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The backend modules of a model by name.
-
-    Raises:
-        TypeError: not a module. ValueError: a module without any.
-    """
+    """The backend modules of a model by name. TypeError: not a module. ValueError: a module without any."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     classes = backend_classes()
@@ -65,13 +59,9 @@ def step_function(sigmoid_gate: bool, backend: str) -> partial[Any]:
 
 
 def bind(module: nn.Module, backend: str, step: Any = None) -> None:
-    """Have a backend module call these kernels, in every mode and at every length.
-
-    Args:
-        module: a backend module; its configuration tells gate, normaliser, eps, chunk size and dtypes.
-        backend: of tfla_tk.
-        step: the step function to keep for the exponential gate; None for this package's.
-    """
+    """Have a backend module call these kernels, in every mode and at every length. module: a backend
+    module; its configuration tells gate, normaliser, eps, chunk size and dtypes. backend: of tfla_tk.
+    step: the step function to keep for the exponential gate; None for this package's."""
     config: Any = module.config
     sigmoid_gate = "siging" in getattr(config, "chunkwise_kernel", "")
     chosen = {"normalize": getattr(config, "normalize_siging", True)} if sigmoid_gate else {}

@@ -3,8 +3,6 @@
 A registry is a dict of functions. A backend module reads it once, when it is built.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys
@@ -46,11 +44,7 @@ class Kind(NamedTuple):
 
 
 def kinds() -> tuple[Kind, Kind]:
-    """The registries of chunkwise and of step kernels.
-
-    Raises:
-        ImportError: mlstm_kernels is not installed.
-    """
+    """The registries of chunkwise and of step kernels. ImportError: mlstm_kernels is not installed."""
     try:
         found = [getattr(importlib.import_module(module), name) for module, name, *_ in (_CHUNKWISE, _STEP)]
         importlib.import_module(_BACKEND_MODULE)
@@ -60,10 +54,7 @@ def kinds() -> tuple[Kind, Kind]:
             f"mlstm_kernels cannot be imported: {error}. "
             f"Install it with pip install 'tfla_tk[xlstm]' or pip install mlstm-kernels==2.0.6{python}"
         ) from error
-    return (
-        Kind("chunkwise--", found[0], *_CHUNKWISE[2:]),
-        Kind("", found[1], *_STEP[2:]),
-    )
+    return (Kind("chunkwise--", found[0], *_CHUNKWISE[2:]), Kind("", found[1], *_STEP[2:]))
 
 
 def add_names() -> None:
@@ -86,7 +77,8 @@ def remove_names() -> None:
             kind.registry[key.removesuffix(ORIGINAL)] = kind.registry.pop(key)
         for key in OURS:
             kind.registry.pop(key, None)
-    _unhook()
+    cls = _backend_class()
+    cls.__init__ = getattr(cls.__init__, "tfla_tk_original", cls.__init__)
 
 
 def replaceable() -> dict[str, tuple[Kind, str]]:
@@ -202,8 +194,3 @@ def _hook() -> None:
     build.tfla_tk_original = original  # type: ignore[attr-defined]
     build.tfla_tk_built = alive  # type: ignore[attr-defined]
     cls.__init__ = build
-
-
-def _unhook() -> None:
-    cls = _backend_class()
-    cls.__init__ = getattr(cls.__init__, "tfla_tk_original", cls.__init__)

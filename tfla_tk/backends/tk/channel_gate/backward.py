@@ -10,20 +10,18 @@ Where sequences are cut into segments (`segments`), a launch before the walks gi
 states at the borders. Where the forward has not kept the states there, another launch makes them again.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.channel_gate.call import (
+    OPERANDS,
     Shape,
     Slice,
     launch_segments,
-    layout,
-    readable,
     slices_of_k,
     slices_of_v,
 )
@@ -35,7 +33,6 @@ from tfla_tk.backends.tk.operands import (
     current_stream,
     strides,
 )
-from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, are_same, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -46,19 +43,9 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def backward(
-    core: GLACore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_gates: bool,
+    core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
-    """dq, dk, dv, dg, dh0.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """dq, dk, dv, dg, dh0."""
     return _run(needs_gates, core, core, kept, do, dht)
 
 
@@ -68,11 +55,11 @@ def _run(
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
     likes = None if given is core else strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = needs_dg, likes, strides(do, dht), cut, layout(core)
+    key = needs_dg, likes, strides(do, dht), cut, prepared.layout_of(core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = readable(core), as_operand(do), as_state(dht)
-        if not are_same((*core, do, dht), (*read, dout, last)):
+        read, dout, last = prepared.readable(core, OPERANDS), as_operand(do), as_state(dht)
+        if not prepared.are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
         run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
@@ -81,14 +68,9 @@ def _run(
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike.
-
-    Args:
-        given: q, k, v and g as the gradients are like them.
-        core: as `readable` leaves it but for odd addresses; so are do and dht.
-        kept_cut: the cut of the forward that has kept the states at the borders; None where they are made
-            again.
-    """
+    """The backward of calls whose tensors lie alike. given: q, k, v and g as the gradients are like them.
+    core: as `readable` leaves it but for odd addresses; so are do and dht. kept_cut: the cut of the
+    forward that has kept the states at the borders; None where they are made again."""
 
     def __init__(
         self,
@@ -108,23 +90,22 @@ class Backward:
         has_sums = len(of_v) > 1
         walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
         kernel = build.load(instances.GLA, *walks)
-        addresses = Addresses()
-        q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
+        addresses = prepared.Addresses()
+        q, k, v, g = (prepared.operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
-        dout = operand_at(addresses.next(), do)
+        dout = prepared.operand_at(addresses.next(), do)
         dht_at = addresses.next(given=dht is not None)
-        results = [Result.like(x, "meta") for x in given[:4]]
-        self._are_direct = all(x.is_direct for x in results[: 4 if needs_dg else 3])
-        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = prepared.Results(given[:4], addresses)
+        dq, dk, dv, dg = self._results.operands
         dh0_at = addresses.next(given=core.initial_state is not None)
-        kept_at, scratch = addresses.next(), Scratch(addresses.next())
+        kept_at, scratch = addresses.next(), prepared.Scratch(addresses.next())
         of, of_gates = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
         inflow, flows_at, anchors_at, anchor_bytes = dg, 0, 0, 0
         if needs_dg:
             if core.g.dtype != torch.float32:  # else it is where dg is
                 inflow_at = scratch.take(core.g.numel() * _FLOAT)
-                inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
+                inflow = prepared.operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
                 flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
             anchor_bytes = kernel.anchor_bytes(of, shape.tile_v)  # of a slice of V
@@ -184,25 +165,22 @@ class Backward:
         self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
         """`backward` of these tensors."""
-        at = starts(*core[:6], do, dht)
+        at = prepared.starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
-            return _run(self._needs_dg, given, readable(core), kept, as_operand(do), as_state(dht))
-        results = [torch.empty_like(x) for x in (given.q, given.k, given.v)]
-        if self._needs_dg:
-            results.append(torch.empty_like(given.g))
-        written = results if self._are_direct else [Result.of(x).written for x in results]
-        dg = written[3] if self._needs_dg else None
+            return _run(
+                self._needs_dg, given, prepared.readable(core, OPERANDS), kept, as_operand(do), as_state(dht)
+            )
+        results, written = self._results.allocate(given[: 4 if self._needs_dg else 3])
+        *of_operands, dg = written if self._needs_dg else (*written, None)
         initial = given.initial_state
-        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else prepared.Result.of_state(torch.empty_like(initial))
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
         dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
-        at += starts(*written[:3], dg, dh0_written, borders, scratch)
+        at += prepared.starts(*of_operands, dg, dh0_written, borders, scratch)
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
-        dq, dk, dv = results[:3]
-        dg = results[3] if self._needs_dg else None
+        prepared.Results.fill(results, written)
+        dq, dk, dv, dg = results if self._needs_dg else (*results, None)
         return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
 
 

@@ -5,21 +5,20 @@ One allocation has, in fp32, the states at the borders [slots, heads, K, V], the
 by which they are carried from border to border. Slots are the segments less the sequences (segments.cuh).
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, laid_out, multiprocessors, sizes_of
-from tfla_tk.backends.tk.prepared import Launch
+from tfla_tk.backends.tk.operands import Operand, multiprocessors
+from tfla_tk.backends.tk.prepared import Launch, Sizes
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut
 
+OPERANDS = ("q", "k", "v", "g")  # of a `GLACore`
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 _SLICE_V = 128  # of V, of a CTA of the forward, at most
@@ -48,22 +47,20 @@ class Shape(NamedTuple):
     batch_invariant: bool
 
     @staticmethod
-    def of(core: GLACore) -> Shape:
+    def of(core: GLACore) -> "Shape":
         """Of a call."""
-        sizes = sizes_of(core.q, core.v, core.cu_seqlens)
-        return Shape(
-            **sizes,
-            cut=segments.find(
-                sizes["sequences"],
-                sizes["seq"],
-                sizes["heads"] * -(-sizes["dim_v"] // _SLICE_V),
-                multiprocessors(sizes["device"]),
-                _COSTS[64 if sizes["dim_k"] <= 64 else 128],
-                packed=core.cu_seqlens is not None,
-                batch_invariant=core.batch_invariant,
-            ),
-            batch_invariant=core.batch_invariant,
+        sizes = Sizes.of(core)
+        cut = segments.find(
+            sizes.sequences,
+            sizes.seq,
+            sizes.heads * -(-sizes.dim_v // _SLICE_V),
+            multiprocessors(sizes.device),
+            _COSTS[64 if sizes.dim_k <= 64 else 128],
+            packed=sizes.packed,
+            batch_invariant=sizes.batch_invariant,
         )
+        own = {name: getattr(sizes, name) for name in Shape._fields if name != "cut"}
+        return Shape(**own, cut=cut)
 
     def with_offsets(self, address: int) -> tuple[int, ...]:
         """With the address of the offsets, 0 for none."""
@@ -118,33 +115,9 @@ class Shape(NamedTuple):
         return instances.gla_states(walk, self.tile_v, self.half, self.walkers_of_states)
 
 
-def readable(core: GLACore) -> GLACore:
-    """The tensors as they lie where the kernels can take them so, else copies."""
-    offsets = core.cu_seqlens
-    return GLACore(
-        as_operand(core.q),
-        as_operand(core.k),
-        as_operand(core.v),
-        as_operand(core.g),
-        as_state(core.initial_state),
-        None if offsets is None else offsets.contiguous(),
-        *core[6:],
-    )
-
-
-def layout(core: GLACore) -> Any:
-    """All that the launch of a call depends on but for addresses."""
-    return laid_out(core.q, core.v, core.cu_seqlens, *core[:6]), core[6:]
-
-
 class Slice(NamedTuple):
-    """Columns of K or of V that a launch takes, of those of a call.
-
-    Attributes:
-        first: the first of them.
-        dim: how many they are.
-        others: columns of the call's other launches.
-    """
+    """Columns of K or of V that a launch takes, of those of a call. first: the first of them. dim: how
+    many they are. others: columns of the call's other launches."""
 
     first: int
     dim: int
@@ -189,12 +162,9 @@ def launch_segments(
     *,
     backward: bool,
 ) -> Launch:
-    """The launch that gives the states at the borders, or backward in time their gradients.
-
-    Args:
-        operands: k and v, or q and do; g and the code of its dtype.
-        entering_at: the first states, or the gradients of the last ones; 0 for none.
-    """
+    """The launch that gives the states at the borders, from k and v, or backward in time their gradients,
+    from q and do; then g and the code of its dtype. entering_at: the first states, or the last ones'
+    gradients; 0 for none."""
     kernel = build.load(instances.GLA, instances.gla_segments(shape.dim_v, shape.half, backward))
     states = shape.borders * shape.heads * shape.dim_k * shape.dim_v
     decays_at = borders_at + states * _FLOAT

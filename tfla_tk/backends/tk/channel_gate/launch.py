@@ -10,8 +10,6 @@ between segments, with which all walks begin at once. A training call keeps them
 nothing is kept but the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +18,9 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
-from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, launch_segments, layout, readable, slices_of_k
+from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice, launch_segments, slices_of_k
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, are_same, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, layout_of, operand_at, readable, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
@@ -35,15 +33,10 @@ def forward(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
     """o [B, T, H, V], the final state [N, H, K, V] or None, and with `keep` the states at the borders and the
-    cut, None where there are none.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
-    core = readable(core)
+    cut, None where there are none."""
+    core = readable(core, OPERANDS)
     options = {"output_final_state": output_final_state, "keep": keep}
-    key = output_final_state, keep, layout(core)
+    key = output_final_state, keep, layout_of(core)
     return _forwards.of(key, lambda: Forward(core, **options))(*core[:6])
 
 
@@ -51,7 +44,7 @@ def prepare(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
     """`forward` of the tensors of all calls whose tensors lie like these."""
-    if are_same(readable(core), core):
+    if readable(core, OPERANDS) is core:
         return Forward(core, output_final_state=output_final_state, keep=keep)
     options = core[6:]
     return lambda *tensors: forward(

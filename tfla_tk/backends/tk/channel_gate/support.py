@@ -1,7 +1,5 @@
 """What the kernels of gated linear attention support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,30 +9,17 @@ from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.layout import Cut
-from tfla_tk.core.support import Support, together
+from tfla_tk.core.support import Support
 
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
-    refusals.check_variant(variant)
-    return (
-        together(
-            refusals.of_operands(call),
-            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
-            _refusal_of_value_heads(call),
-        )
-        or refusals.of_count("heads", call.sequences * call.heads)
-        or device.supports(call.device, *kernels_for(call))
-    )
-
-
-def _refusal_of_value_heads(call: LinearCall) -> Support | None:
-    if call.value_heads == call.heads:
-        return None
-    return Support(False, f"v has {call.value_heads} heads, q and k {call.heads}", "repeat q, k and g")
+    """Whether the kernels serve a call, on a CUDA device alone; ValueError for a variant."""
+    of_heads = None
+    if call.value_heads != call.heads:
+        reason = f"v has {call.value_heads} heads, q and k {call.heads}"
+        of_heads = Support(False, reason, "repeat q, k and g")
+    most = instances.MAX_DIM_QK, instances.MAX_DIM_V
+    return refusals.of_call(call, variant, most, of_heads) or device.supports(call.device, *kernels_for(call))
 
 
 def kernels_for(call: LinearCall) -> tuple[Any, ...]:

@@ -1,39 +1,23 @@
 """The launches of the backward of the delta rule: one walk makes dq, dk and dv, or with K of more than 128
 one walk makes dv, then two make dq and dk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
-from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Left, Places, Shape
-from tfla_tk.backends.tk.prepared import NO_GATE, Launch, Scratch
+from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape
+from tfla_tk.backends.tk.prepared import NO_GATE, NO_OPERAND, Launch, Scratch
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS, DELTA_DECAY_CHUNKS, DELTA_KEYS_WARPS
 
 
-def launches_of(
+def one_walk(
     kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
-    """The launches of the walks and of what follows from their sums, but for dbeta.
-
-    Args:
-        kernel: what launches the kernels.
-        core: as `readable` leaves it. at: the prepared addresses of its tensors.
-        left: what the forward has kept.
-        scratch: gets places of what the launches leave for each other.
-    """
-    walks = _three_walks if shape.is_wide else _one_walk
-    return walks(kernel, shape, core, at, left, places, scratch)
-
-
-def _one_walk(
-    kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
-) -> list[Launch]:
-    """Those that carry gradients of states over a split, the walk, what makes dq and dk of parts of heads or
-    of sums in fp32, and dg."""
+    """The launches that carry gradients of states over a split, the walk, what makes dq and dk of parts of
+    heads or of sums in fp32, and dg. at: the prepared addresses of core's tensors. left: what the forward has
+    kept. scratch: gets places of what launches leave for each other."""
     of = shape.with_offsets(at.cu_seqlens, shape.split)
     q, k, gates, writes, *_ = places
     carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
@@ -67,7 +51,7 @@ def _one_walk(
     return launches
 
 
-def _three_walks(
+def three_walks(
     kernel: Any, shape: Shape, core: DeltaRuleCore, at: Any, left: Left, places: Places, scratch: Scratch
 ) -> list[Launch]:
     """The mirror, the walks for dq and dk, what adds up their parts, and dg."""

@@ -1,8 +1,5 @@
 """A call of the delta rule as its kernels take it: sizes, readable tensors, prepared addresses."""
 
-from __future__ import annotations
-
-import operator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,26 +8,10 @@ import torch
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
-from tfla_tk.backends.tk.operands import (
-    Gate,
-    Operand,
-    as_operand,
-    as_state,
-    laid_out,
-    memory_rate,
-    multiprocessors,
-    sizes_of,
-    strides,
-)
-from tfla_tk.backends.tk.prepared import Launch, Scratch
+from tfla_tk.backends.tk.operands import Gate, Operand, memory_rate, multiprocessors, strides
+from tfla_tk.backends.tk.prepared import Launch, Scratch, Sizes, layout_of
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import (
-    CHUNK,
-    DELTA_SLICE_COLUMNS,
-    SEGMENT_CHUNKS,
-    Cut,
-    chunk_slots,
-)
+from tfla_tk.core.layout import CHUNK, DELTA_SLICE_COLUMNS, SEGMENT_CHUNKS, Cut
 
 # parts of dq and dk, of heads of v and slices of V, that are added up in turns where K > 128: parts of heads
 # are rounded in each where V is one slice, so more turns would round too often. Slices take turns in any case
@@ -43,46 +24,10 @@ _CYCLES = {1: 1830, 2: 2770}
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
 _HALF = 2  # bytes of a number of 16 bits
-NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
-class _Sizes(NamedTuple):
-    sequences: int
-    slots: int  # of chunks, per head
-    batch: int
-    heads: int
-    seq: int
-    dim_k: int
-    dim_v: int
-    group: int
-    half: bool
-    device: int
-    packed_64bit: bool
-    packed: bool
-    batch_invariant: bool = False
-    decays: bool = True  # has gates; else every head of a split is carried
-    trains: bool = False  # a backward, or a forward that keeps what one reads
-
-
-class Shape(_Sizes):
+class Shape(Sizes):
     """Sizes of a call, as the kernels take them with its cut."""
-
-    @staticmethod
-    def of(core: DeltaRuleCore, *, trains: bool = False) -> Shape:
-        """Of a call.
-
-        Args:
-            trains: the call is a backward, or a forward that keeps what one reads.
-        """
-        return Shape(
-            **sizes_of(core.q, core.v, core.cu_seqlens),
-            slots=chunk_slots(core.v.shape[1], core.cu_seqlens),
-            group=core.v.shape[2] // core.q.shape[2],
-            packed=core.cu_seqlens is not None,
-            batch_invariant=core.batch_invariant,
-            decays=core.g is not None,
-            trains=trains,
-        )
 
     @cached_property
     def machine(self) -> costs.Machine:
@@ -108,15 +53,6 @@ class Shape(_Sizes):
     def carried(self) -> int:
         """Slots for the states between the segments of a split, of all sequences; 0 without one."""
         return 0 if self.split is None else self.split.segments - self.sequences
-
-    def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
-        """With the address of the offsets, 0 for none; without a cut every sequence is one segment."""
-        cut = cut or self.uncut
-        return (address, self.packed_64bit, self.sequences, *cut, *self[2:10])
-
-    @property
-    def uncut(self) -> Cut:
-        return Cut(self.sequences, self.seq // CHUNK + 1)
 
     @property
     def borders(self) -> int:
@@ -204,7 +140,7 @@ class Shape(_Sizes):
         return self.batch, self.seq, self.heads // self.group * self.parts, self.dim_k
 
     @property
-    def of_parts(self) -> Shape:
+    def of_parts(self) -> "Shape":
         """As the launch that adds them up takes it."""
         return self._replace(heads=self.partial[2], group=self.parts)
 
@@ -226,11 +162,8 @@ class Shape(_Sizes):
         return p + flags * torch.int32.itemsize
 
     def matrices_at(self, kept: int, others: int) -> tuple[int, int, int]:
-        """A, P where the walks do not make it, and the flags of makers; 0 for none.
-
-        Args:
-            kept: the address of what a backward reads, others: of the rest.
-        """
+        """A, P where the walks do not make it, and the flags of makers; 0 for none. kept: the address of
+        what a backward reads. others: of the rest."""
         if self.is_wide:
             return kept, kept + self.matrix_bytes, 0
         p = self.matrix_bytes if self.matrices == 2 else 0
@@ -354,7 +287,7 @@ class Left(NamedTuple):
     states: int = 0
 
     @staticmethod
-    def of(shape: Shape, scratch: Scratch) -> Left:
+    def of(shape: Shape, scratch: Scratch) -> "Left":
         """Takes the places."""
         return Left(
             scratch.take(shape.kept_matrices * shape.matrix_bytes),
@@ -366,23 +299,8 @@ class Left(NamedTuple):
         )
 
 
-def readable(core: DeltaRuleCore) -> DeltaRuleCore:
-    """The call itself where the kernels can take its tensors as they lie, else with copies."""
-    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *options = core
-    tensors = (
-        *(as_operand(q), as_operand(k), as_operand(v), g, beta, a_log, dt_bias, as_state(initial_state)),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-    )
-    if all(map(operator.is_, tensors, core)):
-        return core
-    return DeltaRuleCore._make((*tensors, *options))
-
-
 def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
-    """All that the launches of a call depend on but for addresses, in the backward but for the gradients.
-
-    Args:
-        read: the call as `readable` leaves it.
-    """
+    """All that the launches of a call, read as `readable` leaves it, depend on but for addresses and
+    gradients."""
     likes = None if read is core else strides(*core[:8])
-    return likes, laid_out(read.q, read.v, read.cu_seqlens, *read[:9]), read[9:]
+    return likes, layout_of(read)

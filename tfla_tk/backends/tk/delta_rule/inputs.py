@@ -7,8 +7,6 @@ between the two there are the raw inputs alone, which autograd has anyway. Kept,
 take 4 K bytes per token and head for as long; the peak of the backward itself is the same.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +14,11 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import kernels
-from tfla_tk.backends.tk.delta_rule.call import NO_OPERAND, Shape
+from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import (
     NO_GATE,
+    NO_OPERAND,
     Result,
     gate_at,
     number,
@@ -40,19 +39,14 @@ class Wanted(NamedTuple):
     decay: bool
 
     @staticmethod
-    def of(core: DeltaRuleCore) -> Wanted:
+    def of(core: DeltaRuleCore) -> "Wanted":
         """By the flags."""
         return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
 
 
 class Inputs:
-    """What is made of the inputs of calls whose tensors lie alike.
-
-    Args:
-        given: q and k as the made ones lie like them, where a TMA descriptor can address these.
-        core: as `readable` leaves it.
-        wanted: something.
-    """
+    """What is made of the inputs of calls whose tensors lie alike. given: q and k as the made ones lie
+    like them, where a TMA descriptor can address these. core: as `readable` leaves it. wanted: something."""
 
     def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, wanted: Wanted) -> None:
         shape, self._wanted = Shape.of(core), wanted
@@ -108,12 +102,8 @@ class Inputs:
 
 
 class Gradients:
-    """The gradients of the raw inputs of calls whose tensors lie alike.
-
-    Args:
-        given: the call as its gradients are like. core: as `readable` leaves it.
-        found: the gradients of what the inputs are made into.
-    """
+    """The gradients of the raw inputs of calls whose tensors lie alike. given: the call as its gradients
+    are like. core: as `readable` leaves it. found: the gradients of what the inputs are made into."""
 
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...], wanted: Wanted

@@ -1,7 +1,5 @@
 """The kernels that a call of the delta rule launches."""
 
-from __future__ import annotations
-
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance

@@ -16,8 +16,6 @@ The backward walks over the chunks backward in time, with the same matrices, and
 With K of more than 128 it takes three walks instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -26,24 +24,23 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs, kernels
-from tfla_tk.backends.tk.delta_rule.backward import launches_of
-from tfla_tk.backends.tk.delta_rule.call import (
-    NO_OPERAND,
-    Left,
-    Places,
-    Shape,
-    layout,
-    readable,
-)
+from tfla_tk.backends.tk.delta_rule.backward import one_walk, three_walks
+from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape, layout
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    as_operand,
-    as_state,
-    current_stream,
-    strides,
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream, strides
+from tfla_tk.backends.tk.prepared import (
+    NO_OPERAND,
+    Launch,
+    Result,
+    Results,
+    Scratch,
+    gate_at,
+    left_for,
+    number,
+    operand_at,
+    readable,
+    starts,
 )
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, gate_at, number, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
@@ -55,12 +52,7 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`).
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    backward reads (`Left`)."""
     read = readable(core)
     options = {"output_final_state": output_final_state, "keep": keep}
     key = output_final_state, keep, layout(core, read)
@@ -109,22 +101,10 @@ def _layout_of(shape: Shape, of_backward: Scratch, itemsize: int) -> tuple[int, 
 
 
 def backward(
-    core: DeltaRuleCore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_gates: bool,
+    core: DeltaRuleCore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
-
-    Args:
-        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
+    is made again."""
     return _run(needs_gates, core, core, kept, do, dht)
 
 
@@ -150,11 +130,7 @@ def _run(
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike.
-
-    Args:
-        read: the call as `readable` leaves it.
-    """
+    """The forward of calls whose tensors lie alike. read: the call as `readable` leaves it."""
 
     def __init__(
         self, core: DeltaRuleCore, read: DeltaRuleCore, *, output_final_state: bool, keep: bool
@@ -173,14 +149,9 @@ class Forward:
 
 
 class Backward:
-    """The backward of calls whose tensors and gradients lie alike.
-
-    What follows raw inputs is prepared by the first call, which has what these are made into.
-
-    Args:
-        core: the call as gradients are like it.
-        read: as `readable` leaves it but for odd addresses.
-    """
+    """The backward of calls whose tensors and gradients lie alike. What follows raw inputs is prepared by
+    the first call, which has what these are made into. core: the call as gradients are like it. read: as
+    `readable` leaves it but for odd addresses."""
 
     def __init__(self, core: DeltaRuleCore, read: DeltaRuleCore, *, needs_gates: bool) -> None:
         wanted = Wanted.of(core)
@@ -205,19 +176,12 @@ class Backward:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
             at[:9] = starts(*made[:9])
-        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
-        if left is None or left.numel() != self._kept_layout[0]:
-            _, _, kept = forward(made, output_final_state=False, keep=True)
-            assert kept is not None
-            (left,) = kept.tensors
-        assert left is not None
-        left_at = starts(left)
-        if left_at[0] % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
-            left = left.clone(memory_format=torch.contiguous_format)
-            left_at = starts(left)
+        left = left_for(
+            kept, self._kept_layout, lambda: forward(made, output_final_state=False, keep=True)[2]
+        )
         if self._walks is None:
             self._walks = Walks(given, made, do, dht, needs_dg=self._needs_dg)
-        at += left_at
+        at += starts(left)
         found = self._walks(given, made, at)
         if not any(self._wanted):
             return found
@@ -232,7 +196,7 @@ class Walk:
     def __init__(self, core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core, trains=keep)
         self._device = shape.device
-        self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        self._last_shape = shape.state_shape
         self._output_final_state = output_final_state
         kernel = build.load(instances.DELTA_RULE, *kernels.of_forward(shape))
         at, addresses = number(core)
@@ -287,10 +251,7 @@ class Walk:
 
 class Walks:
     """The walks of the backward, and what follows from their sums, of calls whose tensors lie alike.
-
-    Args:
-        given: the call as the gradients are like it. core: as `readable` leaves it, with nothing to be made.
-    """
+    given: the call as the gradients are like it. core: as `readable` leaves it, with nothing to be made."""
 
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor, *, needs_dg: bool
@@ -302,9 +263,8 @@ class Walks:
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
-        results = [Result.like(x, "meta") for x in given[:3]]
-        self._are_direct = all(x.is_direct for x in results)
-        dq, dk, dv = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = Results(given[:3], addresses)
+        dq, dk, dv = self._results.operands
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
         scratch = Scratch(addresses.next())
@@ -331,7 +291,8 @@ class Walks:
             dh0=dh0_at,
             strengths=parts_at,
         )
-        launches = launches_of(kernel, shape, core, at, left, places, scratch)
+        walks = three_walks if shape.is_wide else one_walk
+        launches = walks(kernel, shape, core, at, left, places, scratch)
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize
@@ -339,8 +300,7 @@ class Walks:
 
     def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore, at: list[int]) -> Gradients:
         """The gradients of a call whose tensors, do, dht and what the forward has kept begin at `at`."""
-        results = [torch.empty_like(x) for x in given[:3]]
-        written = results if self._are_direct else [Result.of(x).written for x in results]
+        results, written = self._results.allocate(given[:3])
         dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
         dbeta = torch.empty_like(given.beta)
         initial = given.initial_state
@@ -348,10 +308,8 @@ class Walks:
         scratch = core.v.new_empty(self._scratch_size)
         at += starts(*written, dg, dbeta, None if dh0 is None else dh0.written, scratch)
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
-        dq, dk, dv = results
-        return dq, dk, dv, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
+        Results.fill(results, written)
+        return *results, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
 
 
 _FLOAT = torch.float32.itemsize

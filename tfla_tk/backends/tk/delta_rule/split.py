@@ -12,8 +12,6 @@ every second one carried. Without gates, and where segments are too short for le
 all heads carried. Leads are taken to be as long as a segment of the walks over the states.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -118,12 +116,8 @@ class _Chunks(NamedTuple):
     def in_two_launches(
         self, walkers: int, *, keep: bool = False, segments: int = 1, share: float = 1.0
     ) -> float:
-        """The time of a launch that makes the matrices, and of the walk behind it.
-
-        Args:
-            segments: of each sequence, walked at the same time.
-            share: of a sequence's chunks that each of them walks.
-        """
+        """The time of a launch that makes the matrices, and of the walk behind it. segments: of each
+        sequence, walked at the same time. share: of a sequence's chunks that each of them walks."""
         matrices = matrices_before(self.dims[0], walkers, 0)
         of_walkers = self.waves(walkers, segments) * share * _WALKED[walkers]
         walked = max(of_walkers, self.moved(matrices, keep=keep))
@@ -142,11 +136,8 @@ class _Chunks(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: bool, machine: Machine) -> bool:
-    """Whether a forward of two walkers is faster whose CTAs make A and P themselves.
-
-    Args:
-        keep: for a backward, to which it leaves A and its writes.
-    """
+    """Whether a forward of two walkers is faster whose CTAs make A and P themselves; keep: it leaves A and
+    its writes."""
     chunks = _Chunks(pairs, dims, group, machine)
     # half of each matrix is counted, and A is written whole where it is kept
     walked = _WALKED_MAKING_AND_KEEPING if keep else _WALKED_MAKING
@@ -156,25 +147,11 @@ def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: boo
 
 @functools.lru_cache(maxsize=4096)
 def forward(
-    pairs: int,
-    chunks: int,
-    dims: tuple[int, int],
-    group: int,
-    walkers: tuple[int, ...],
-    machine: Machine,
+    pairs: int, chunks: int, dims: tuple[int, int], group: int, walkers: tuple[int, ...], machine: Machine
 ) -> Forward:
-    """The fastest of one sequence length, with makers or without.
-
-    CTAs of the walk that do not run all at once run in waves. Makers take the multiprocessors that a walk
-    leaves idle.
-
-    Args:
-        pairs: sequences times heads.
-        chunks: of each sequence.
-        dims: K, at most 128, and V.
-        group: heads of v per head of q and k.
-        walkers: of a CTA, to choose among.
-    """
+    """The fastest of one sequence length, with makers, on the multiprocessors that a walk leaves idle, or
+    without. pairs: sequences times heads, of so many chunks. dims: K, at most 128, and V. group: heads of
+    v per head of q and k. walkers: of a CTA, to choose among."""
     of_all = _Chunks(pairs, dims, group, machine)
 
     def runs(count: int) -> Iterator[Forward]:
@@ -193,11 +170,7 @@ def forward(
 def longest_lead(chunks: int, decays: bool) -> int:
     """Of walks of a split into segments of so many chunks. Where other heads are carried, a lead is walked
     beside these launches, so it is short: a quarter of a segment, half of the shortest segments that have
-    leads; 0 where all heads are carried.
-
-    Args:
-        decays: whether there are gates.
-    """
+    leads; 0 where all heads are carried. decays: whether there are gates."""
     if not decays:
         return 0
     pieces = chunks // SEGMENT_CHUNKS
@@ -215,13 +188,8 @@ def segment_chunks(
     decays: bool = True,
     trains: bool = False,
 ) -> int | None:
-    """Chunks of a segment, a multiple of SEGMENT_CHUNKS; None where sequences are better left whole.
-
-    Args:
-        tokens: of each sequence.
-        decays: whether there are gates. Without, no head forgets.
-        trains: whether there is a backward, which is split alike.
-    """
+    """Chunks of a segment, a multiple of SEGMENT_CHUNKS; None where sequences, of so many tokens each, are
+    better left whole. Without decays no head forgets. trains: there is a backward, which is split alike."""
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
     of_all = _Chunks(pairs, dims, group, machine)

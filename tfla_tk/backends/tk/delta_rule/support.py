@@ -1,7 +1,5 @@
 """What the kernels of the delta rule support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,24 +10,14 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.support import Support, together
+from tfla_tk.core.support import Support
 
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
-    refusals.check_variant(variant)
-    return (
-        together(
-            refusals.of_operands(call),
-            refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
-            refusals.of_scale(call),
-        )
-        or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or device.supports(call.device, *kernels_for(call))
-    )
+    """Whether the kernels serve a call, on a CUDA device alone; ValueError for a variant."""
+    most = max(instances.DELTA_TILES), instances.MAX_DIM_V
+    refusal = refusals.of_call(call, variant, most, refusals.of_scale(call))
+    return refusal or device.supports(call.device, *kernels_for(call))
 
 
 def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
@@ -49,23 +37,9 @@ def _kernels_of(
     they are launched."""
     half, raw, decays, trains = options
     sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
-    shape = Shape(
-        sequences=sequences,
-        slots=-(-seq // CHUNK) + (sequences if packed else 0),
-        batch=batch,
-        heads=value_heads,
-        seq=seq,
-        dim_k=dims[0],
-        dim_v=dims[1],
-        group=value_heads // heads,
-        half=half,
-        device=device,
-        packed_64bit=False,
-        packed=bool(packed),
-        batch_invariant=bool(invariant),
-        decays=decays,
-        trains=trains,
-    )
+    slots, group = -(-seq // CHUNK) + (sequences if packed else 0), value_heads // heads
+    of_call = bool(packed), bool(invariant), decays, trains
+    shape = Shape(sequences, slots, batch, value_heads, seq, *dims, group, half, device, False, *of_call)
     found = kernels.of_forward(shape)
     if trains:
         found += kernels.of_backward(shape, needs_dg=decays)

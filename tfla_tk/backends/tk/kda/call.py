@@ -1,16 +1,14 @@
 """A call of KDA as its kernels take it: sizes, readable tensors, prepared addresses."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tfla_tk.backends.tk.operands import as_operand, as_state, laid_out, multiprocessors, sizes_of
-from tfla_tk.backends.tk.prepared import Scratch, are_same, gate_at, operand_at, per_head_at
+from tfla_tk.backends.tk.operands import multiprocessors
+from tfla_tk.backends.tk.prepared import Scratch, Sizes, gate_at, operand_at, per_head_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.kda import KDACore
-from tfla_tk.core.layout import CHUNK, DTYPES, Cut, chunk_slots
+from tfla_tk.core.layout import DTYPES
 
 WALKER_COLUMNS = 64  # of V that a walker owns
 MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
@@ -20,36 +18,8 @@ _CYCLES = {1: 1830, 2: 2770}
 _LOG, _SOFTPLUS, _SIGMOID = range(3)
 
 
-class _Sizes(NamedTuple):
-    sequences: int
-    slots: int  # of chunks, per head
-    batch: int
-    heads: int
-    seq: int
-    dim_k: int
-    dim_v: int
-    group: int
-    half: bool
-    device: int
-    packed_64bit: bool
-
-
-class Shape(_Sizes):
+class Shape(Sizes):
     """Sizes of a call, as the kernels take them."""
-
-    @staticmethod
-    def of(core: KDACore) -> Shape:
-        """Of a call."""
-        return Shape(
-            **sizes_of(core.q, core.v, core.cu_seqlens),
-            slots=chunk_slots(core.v.shape[1], core.cu_seqlens),
-            group=core.v.shape[2] // core.q.shape[2],
-        )
-
-    def with_offsets(self, address: int) -> tuple[int, ...]:
-        """With the address of the offsets, 0 for none; every sequence is one segment."""
-        uncut = Cut(self.sequences, self.seq // CHUNK + 1)
-        return (address, self.packed_64bit, self.sequences, *uncut, *self[2:10])
 
     @cached_property
     def walkers(self) -> int:
@@ -67,51 +37,32 @@ class Shape(_Sizes):
     def kernels(self) -> tuple[Instance, Instance]:
         """Those of the forward."""
         tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
-        return instances.kda_matrices(tile, self.half), instances.kda_forward(tile, self.half, self.walkers)
+        return instances.kda("matrices", tile, self.half), instances.kda(
+            "forward", tile, self.half, self.walkers
+        )
 
     @property
     def backward_kernels(self) -> tuple[Instance, Instance]:
         """Those of the backward, but for what adds up dq and dk of heads."""
         tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
-        return instances.kda_mirror(tile, self.half, self.walkers), instances.kda_gradients(tile, self.half)
+        mirror = instances.kda("mirror", tile, self.half, self.walkers)
+        return mirror, instances.kda("gradients", tile, self.half)
 
 
 class Left(NamedTuple):
     """Where the kernels of the forward leave what others read, prepared addresses in one allocation.
-
-    Attributes:
-        tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta.
-        states: that enter chunks, for a backward; 0 for none.
-    """
+    tiles: the tiles, the factors, A and P: all that the walks read of q, k, g and beta. states: that enter
+    chunks, for a backward; 0 for none."""
 
     tiles: tuple[int, ...]
     states: int
 
     @staticmethod
-    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> Left:
-        """Takes the places.
-
-        Args:
-            kernel: what launches the kernels. keep: for a backward.
-        """
+    def of(kernel: Any, sizes: tuple[int, ...], scratch: Scratch, *, keep: bool) -> "Left":
+        """Takes the places; kernel: what launches the kernels. keep: for a backward."""
         of_tiles, of_factors, of_matrix = kernel.tiles_bytes(sizes)
         tiles = tuple(scratch.take(size) for size in (of_tiles, of_factors, of_matrix, of_matrix))
         return Left(tiles, scratch.take(kernel.states_bytes(sizes)) if keep else 0)
-
-
-def readable(core: KDACore) -> KDACore:
-    """The call itself where the kernels can take its tensors as they lie, else with copies."""
-    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *options = core
-    tensors = (
-        *(*map(as_operand, (q, k, v, g)), beta, a_log, dt_bias, as_state(initial_state)),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-    )
-    return core if are_same(tensors, core[:9]) else KDACore._make((*tensors, *options))
-
-
-def layout(core: KDACore) -> Any:
-    """All that the launches of a call depend on but for addresses."""
-    return laid_out(core.q, core.v, core.cu_seqlens, *core[:9]), core[9:]
 
 
 def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:

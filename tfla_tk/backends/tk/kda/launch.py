@@ -10,8 +10,6 @@ makes those of every chunk in parallel. Heads of v that share a head of q and k 
 the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,16 +17,20 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.kda.call import (
-    MOST_TRAINED_V,
-    Left,
-    Shape,
-    inputs_at,
-    layout,
-    readable,
-)
+from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Left, Shape, inputs_at
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, number, operand_at, starts
+from tfla_tk.backends.tk.prepared import (
+    Launch,
+    Result,
+    Results,
+    Scratch,
+    layout_of,
+    left_for,
+    number,
+    operand_at,
+    readable,
+    starts,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.kda import KDACore
 from tfla_tk.core.errors import UnsupportedError
@@ -38,25 +40,18 @@ from tfla_tk.core.memo import Memo
 Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
+_OPERANDS = ("q", "k", "v", "g")
+
 
 def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`). K up to 128, both head dims multiples of 16.
-
-    Raises:
-        UnsupportedError: V is too large for the backward, for which `keep` asks.
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    backward reads (`Left`). K up to 128, both head dims multiples of 16."""
     if keep:
         _check_trainable(core)
-    read = readable(core)
-    key = output_final_state, keep, layout(read)
-    prepared = _forwards.get(key)
-    if prepared is None:
-        prepared = Forward(read, output_final_state=output_final_state, keep=keep)
-        _forwards.keep(key, prepared)
-    return prepared(*read[:9])
+    read = readable(core, _OPERANDS)
+    options = {"output_final_state": output_final_state, "keep": keep}
+    key = output_final_state, keep, layout_of(read)
+    return _forwards.of(key, lambda: Forward(read, **options))(*read[:9])
 
 
 def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
@@ -67,7 +62,7 @@ def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[
         given = KDACore._make((*tensors, *options))
         return forward(given, output_final_state=output_final_state, keep=keep)
 
-    if readable(core) is not core:
+    if readable(core, _OPERANDS) is not core:
         return run_any
     if keep:
         _check_trainable(core)
@@ -94,24 +89,13 @@ def kept_layout(core: KDACore) -> tuple[int, ...]:
 def backward(
     core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
 ) -> Gradients:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
-
-    Args:
-        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
-
-    Raises:
-        UnsupportedError: V is too large.
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
+    is made again."""
     _check_trainable(core)
-    read, dout, last = readable(core), as_operand(do), as_state(dht)
+    read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)
     likes = None if read is core else tuple(x.stride() for x in core[:4])
-    key = needs_gates, likes, dout.stride(), last is None, layout(read)
-    prepared = _backwards.get(key)
-    if prepared is None:
-        prepared = Backward(core, read, dout, last, needs_gates=needs_gates)
-        _backwards.keep(key, prepared)
+    key = needs_gates, likes, dout.stride(), last is None, layout_of(read)
+    prepared = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
     return prepared(core, read, kept, dout, last)
 
 
@@ -128,8 +112,7 @@ class Forward:
     def __init__(self, core: KDACore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core)
         self._device = shape.device
-        of_state = shape.sequences, shape.heads, shape.dim_k, shape.dim_v
-        self._last_shape = of_state if output_final_state else None
+        self._last_shape = shape.state_shape if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
@@ -164,11 +147,8 @@ class Forward:
 
 
 class Backward:
-    """The backward of calls whose tensors and gradients lie alike.
-
-    Args:
-        given: the call as gradients are like it. core: as `readable` leaves it; so are do and dht.
-    """
+    """The backward of calls whose tensors and gradients lie alike. given: the call as gradients are like
+    it. core: as `readable` leaves it; so are do and dht."""
 
     def __init__(
         self, given: KDACore, core: KDACore, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
@@ -181,9 +161,8 @@ class Backward:
         sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
         left = Left.of(kernel, sizes, kept, keep=True)
         self._kept_layout = (kept.bytes // core.v.itemsize,)
-        results = [Result.like(x, "meta") for x in given[:4]]
-        self._are_direct = all(x.is_direct for x in results)
-        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
+        self._results = Results(given[:4], addresses)
+        dq, dk, dv, dg = self._results.operands
         dbeta_at, dh0_at = addresses.next(), addresses.next(given=core.initial_state is not None)
         # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
         per_chunk = (shape.batch, shape.heads, shape.slots)
@@ -219,16 +198,10 @@ class Backward:
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
         """`backward` of these tensors."""
-        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
-        if left is None or left.numel() != self._kept_layout[0]:
-            _, _, kept = forward(core, output_final_state=False, keep=True)
-            assert kept is not None
-            (left,) = kept.tensors
-        assert left is not None
-        if left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
-            left = left.clone(memory_format=torch.contiguous_format)
-        results = [torch.empty_like(x) for x in given[:4]]
-        written = results if self._are_direct else [Result.of(x).written for x in results]
+        left = left_for(
+            kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
+        )
+        results, written = self._results.allocate(given[:4])
         dbeta = core.beta.new_empty(core.beta.shape, dtype=torch.float32)
         initial = given.initial_state
         dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
@@ -241,8 +214,7 @@ class Backward:
         )  # fmt: skip
         assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        if not self._are_direct:
-            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        Results.fill(results, written)
         *of_operands, dg = results
         return (
             *of_operands,

@@ -1,7 +1,5 @@
 """What the kernels of KDA support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,25 +10,21 @@ from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.kda import KDACall
-from tfla_tk.core.support import Support, together
+from tfla_tk.core.support import Support
 
 
 def supports_kda(call: KDACall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
-    refusals.check_variant(variant)
-    return (
-        together(
-            refusals.of_operands(call),
-            refusals.of_head_dims(call, max(instances.KDA_TILES), instances.MAX_DIM_V),
-            _refusal_of_gradients(call),
-            _refusal_of_states(call),
-        )
-        or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or _of_kernels(call, partial(device.supports, call.device))
-    )
+    """Whether the kernels serve a call, on a CUDA device alone; ValueError for a variant."""
+    of_gradients = of_states = None
+    if call.requires_grad and call.dim_v > MOST_TRAINED_V:
+        reason = f"V = {call.dim_v}, of a call with gradients the kernels take {MOST_TRAINED_V}"
+        of_gradients = Support(False, reason, "use backend 'triton', or torch.no_grad()")
+    if call.intermediate_states:
+        reason = "return_intermediate_states: the kernels keep no states between chunks for the caller"
+        of_states = Support(False, reason, "use backend 'triton'")
+    most = max(instances.KDA_TILES), instances.MAX_DIM_V
+    refusal = refusals.of_call(call, variant, most, of_gradients, of_states)
+    return refusal or _of_kernels(call, partial(device.supports, call.device))
 
 
 def load(call: KDACall) -> Support:
@@ -44,20 +38,6 @@ def _of_kernels(call: KDACall, judge: Callable[..., Support]) -> Support:
     if found.ok and call.requires_grad and call.value_heads > call.heads:
         return judge(_combine_of, call.dtype == torch.float16)
     return found
-
-
-def _refusal_of_gradients(call: KDACall) -> Support | None:
-    if not call.requires_grad or call.dim_v <= MOST_TRAINED_V:
-        return None
-    reason = f"V = {call.dim_v}, of a call with gradients the kernels take {MOST_TRAINED_V}"
-    return Support(False, reason, "use backend 'triton', or torch.no_grad()")
-
-
-def _refusal_of_states(call: KDACall) -> Support | None:
-    if not call.intermediate_states:
-        return None
-    reason = "return_intermediate_states: the kernels keep no states between chunks for the caller"
-    return Support(False, reason, "use backend 'triton'")
 
 
 def _key(call: KDACall) -> tuple[Any, ...]:

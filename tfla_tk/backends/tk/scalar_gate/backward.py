@@ -20,8 +20,6 @@ walks. A kernel for the segments and a small kernel that carries states make the
 begins a segment, or, for dq, the forward has left it. The one walk needs the gradients of states alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,11 +52,9 @@ from tfla_tk.core.memo import Memo
 
 
 class Tensors(NamedTuple):
-    """What a backward reads: the inputs of tfla_tk::mlstm_bwd; None for what there is not.
-
-    With a decay there is no i, and f is its natural log; q and k may have fewer heads than v, each shared by
-    as many neighbouring heads of v. h is read with a normaliser alone.
-    """
+    """What a backward reads: the inputs of tfla_tk::mlstm_bwd; None for what there is not. With a decay
+    there is no i, and f is its natural log; q and k may have fewer heads than v, each shared by as many
+    neighbouring heads of v. h is read with a normaliser alone."""
 
     q: Tensor
     k: Tensor
@@ -79,22 +75,13 @@ class Tensors(NamedTuple):
     dc_last: MaybeTensor
     dn_last: MaybeTensor
 
-    def readable(self) -> Tensors:
+    def readable(self) -> "Tensors":
         """As they lie where the kernels can take them so, else copies."""
-        return self._replace(
-            q=as_operand(self.q),
-            k=as_operand(self.k),
-            v=as_operand(self.v),
-            c_initial=as_state(self.c_initial),
-            n_initial=as_state(self.n_initial),
-            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.contiguous(),
-            h=as_operand(self.h),
-            c_last=as_state(self.c_last),
-            n_last=as_state(self.n_last),
-            dh=as_operand(self.dh),
-            dc_last=as_state(self.dc_last),
-            dn_last=as_state(self.dn_last),
-        )
+        operands = {name: as_operand(getattr(self, name)) for name in ("q", "k", "v", "h", "dh")}
+        names = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")
+        states: Any = {name: as_state(getattr(self, name)) for name in names}
+        offsets = None if self.cu_seqlens is None else self.cu_seqlens.contiguous()
+        return self._replace(**operands, **states, cu_seqlens=offsets)
 
     @property
     def with_gradients(self) -> tuple[Any, ...]:
@@ -107,15 +94,9 @@ Gradients: TypeAlias = tuple[Any, ...]
 
 
 def mlstm_bwd(*args: Any) -> MaybeGrads:
-    """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd,
-    behind them what the forward has kept.
-
-    Where no initial state is given its gradients are None.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """Launch the mLSTM backward on the current stream; arguments and results are those of
+    tfla_tk::mlstm_bwd, behind them what the forward has kept. Without an initial state its gradients are
+    None."""
     return _run_mlstm(Tensors(*args[:18]), *args[18:])
 
 
@@ -137,17 +118,8 @@ def _run_mlstm(
 def run(
     tensors: Tensors, options: Options, kept: Kept | None = None, like: Tensors | None = None
 ) -> Gradients:
-    """The gradients of mLSTM or of a scalar decay, on the current stream.
-
-    Args:
-        tensors: where heads of v share those of q and k, dq and dk come back for every head of v.
-        kept: by the forward.
-        like: what some of the tensors are copies of; gradients lie like these.
-
-    Raises:
-        BuildError: A kernel is not compiled yet and cannot be.
-        RuntimeError: A launch was refused.
-    """
+    """The gradients of mLSTM or of a scalar decay, on the current stream; dq and dk are of every head of
+    v. kept: by the forward. like: what some of the tensors are copies of; gradients lie like these."""
     if tensors.v.numel() == 0:
         return _run_without_tokens(tensors, options)
     if kept is None and walks.is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
@@ -177,12 +149,9 @@ def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
-
-    Args:
-        kept: of such a call; the forwards of all of them are cut in the same way.
-        like: as in `run`.
-    """
+    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    addresses. kept: of such a call; the forwards of all of them are cut in the same way. like: as in
+    `run`."""
 
     def __init__(self, tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> None:
         self._options = options
@@ -237,11 +206,8 @@ class Backward:
 
 
 def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> Gradients:
-    """Uninitialised gradients, each like its input; those of q and k for every head of v.
-
-    Args:
-        device: in place of theirs: on "meta" they take no memory.
-    """
+    """Uninitialised gradients, each like its input; those of q and k for every head of v. On the device
+    "meta" they take no memory."""
     q, k, v, i, f, c_initial, n_initial = like
     dq = dk = di = df = dc = dn = None
     if q.shape[:3] == v.shape[:3]:
@@ -266,14 +232,8 @@ def _is_writable(grad: Tensor, place: int) -> bool:
 
 
 def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
-    """What the kernels of a call read, what they write, and whether states are those that the forward kept.
-
-    Addresses are numbered in the order in which `Backward` says where the tensors begin.
-
-    Args:
-        left: what the forward has kept.
-        grads: as the kernels write them.
-    """
+    """What the kernels of a call read and write (grads), and whether states are those that the forward has
+    left. Addresses are numbered in the order in which `Backward` says where the tensors begin."""
     addresses, normalize, decay, last = Addresses(), options.normalize, options.decay, options.heads_last
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()

@@ -3,8 +3,6 @@
 One launch, whatever strides q, k and v have, on the current stream (docs/decode.md).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -27,12 +25,7 @@ State = tuple[Tensor, Tensor, MaybeTensor]
 
 def with_new_state(*args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel; arguments and results are those of tfla_tk::mlstm_step where q is [B, NH, K], of
-    tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate."""
     q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
     h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, *args[12:])
@@ -130,11 +123,8 @@ def _rows(x: Tensor) -> tuple[int, ...]:
 
 
 def _width_of(before: Tensor, after: Tensor, dim_v: int, widest: int) -> int:
-    """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that.
-
-    Args:
-        widest: columns that a thread takes at most.
-    """
+    """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, at most `widest`, 1 where
+    rows forbid that."""
     width = min(_VECTOR // max(before.itemsize, after.itemsize), widest)
     aligned = all(x.data_ptr() % (width * x.itemsize) == 0 for x in (before, after))
     return width if aligned and dim_v % width == 0 else 1
@@ -142,12 +132,8 @@ def _width_of(before: Tensor, after: Tensor, dim_v: int, widest: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
-    """Threads side by side in a row of C: as many as the row fills, fewer where CTAs are.
-
-    Args:
-        heads: of the whole batch. width: columns of a thread.
-        multiprocessors: that CTAs are to fill; 0: the number follows from dim_v and width alone.
-    """
+    """Threads, each with `width` columns, side by side in a row of C: as many as the row fills, fewer
+    where CTAs of all heads of the batch are fewer than these multiprocessors; 0 of them: for any batch."""
     found = min(_MOST_LANES, 1 << (-(-dim_v // width) - 1).bit_length())
 
     def slices(lanes: int) -> int:
@@ -172,12 +158,8 @@ def _widest(tokens: int, dtype: torch.dtype) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _warps(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
-    """Warps side by side in a row of C: as many as the row fills, fewer where CTAs are.
-
-    Args:
-        heads: of the whole batch. width: columns that a thread moves at a time.
-        multiprocessors: as of `_lanes`.
-    """
+    """Warps, whose threads move `width` columns at a time, side by side in a row of C; others as of
+    `_lanes`."""
     columns = 8 * max(width, _FEWEST_COLUMNS)
     found = min(_MOST_WARPS, 1 << (-(-dim_v // columns) - 1).bit_length())
     while found > 1 and heads * -(-dim_v // (found * columns)) < _FULL * multiprocessors:

@@ -4,8 +4,6 @@ then its launches.
 Most calls of a process are like an earlier one but for the addresses: a `Forward` is what they share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,7 +42,7 @@ class Tensors(NamedTuple):
     m_initial: MaybeTensor
     cu_seqlens: MaybeTensor
 
-    def readable(self) -> Tensors:
+    def readable(self) -> "Tensors":
         """As they lie where the kernels can take them so, else copies."""
         q, k, v, i, f, c, n, m, cu_seqlens = self
         operands = as_operand(q), as_operand(k), as_operand(v)
@@ -55,13 +53,8 @@ class Tensors(NamedTuple):
 class Left(NamedTuple):
     """What is in the one tensor that a forward leaves for its backward: with head dims of at most 128 the
     states before every second chunk of 64 tokens, transposed and in 16 bits, else those at the cuts of its
-    sequences.
-
-    Attributes:
-        cut: of the forward's sequences.
-        offsets: bytes from the start of the tensor to the states, or with narrow head dims to their units,
-            and to n, which is written with a normaliser only.
-    """
+    sequences. cut: of the forward's sequences. offsets: bytes from the start of the tensor to the states,
+    or with narrow head dims to their units, and to n, which is written with a normaliser only."""
 
     cut: Cut
     offsets: tuple[int, int]
@@ -110,16 +103,10 @@ class Options(NamedTuple):
 
 
 def mlstm_fwd(*args: Any) -> FwdResult:
-    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd,
-    behind them keep_states of `Options`.
-
-    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
-    q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    """Launch the mLSTM forward on the current stream; arguments and results are those of
+    tfla_tk::mlstm_fwd, behind them keep_states of `Options`. What was not asked for is None. One launch,
+    or three where sequences are cut (`segments`). q, k, v are read in place where their rows are 16-byte
+    aligned, whatever the order of B, NH and S."""
     return run(args[:9], Options(*args[9:]))
 
 
@@ -140,11 +127,8 @@ def run(tensors: Sequence[Any], options: Options) -> FwdResult:
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd addresses.
-
-    Args:
-        h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of.
-    """
+    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    addresses. h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of."""
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
@@ -174,8 +158,7 @@ class Forward:
             launcher = instances.SEQUENTIAL
         kinds = tile, q.dtype == torch.float16, options.normalize
         kernel = build.load(
-            launcher,
-            instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
+            launcher, instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential)
         )
         one_walk = tk_walks.is_narrow(dim_qk, dim_v)
         of_cut = {"packed": packed, "batch_invariant": invariant}
@@ -258,23 +241,10 @@ class Forward:
         if options.return_rows:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
             rows = pointer(row_n), pointer(row_m), pointer(chunk_m)
-        self._launch(
-            [
-                at_q,
-                at_k,
-                at_v,
-                written.data_ptr(),
-                0 if i is None else i.data_ptr(),
-                f.data_ptr(),
-                *initial,
-                *last,
-                *rows,
-                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-                0 if workspace is None else workspace.data_ptr(),
-                0 if left is None else left.data_ptr(),
-            ],
-            current_stream(self._device),
-        )
+        others = pointer(i), f.data_ptr(), *initial, *last, *rows
+        scratch = pointer(cu_seqlens), pointer(workspace), pointer(left)
+        at = [at_q, at_k, at_v, written.data_ptr(), *others, *scratch]
+        self._launch(at, current_stream(self._device))
         if written is not h:
             h.copy_(written)
         kept = None
@@ -305,11 +275,9 @@ class Forward:
 
 
 def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
-    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V.
-
-    Both make the scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all
-    of `heads`, those of all sequences.
-    """
+    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the
+    scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
+    `heads`, those of all sequences."""
     fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
     return fits and 2 * heads <= multiprocessors
 

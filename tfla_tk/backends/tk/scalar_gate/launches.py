@@ -3,8 +3,6 @@
 They are prepared once for all calls of a kind, so the addresses here are prepared ones, `Addresses`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -99,11 +97,7 @@ class Grads(NamedTuple):
 
 
 def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
-    """What needs no memory for gradients.
-
-    Args:
-        states_given: the forward has kept the states at the cuts.
-    """
+    """What needs no memory for gradients. states_given: the forward has kept the states at the cuts."""
     found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
@@ -225,13 +219,7 @@ def _walk(
 def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
     return x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
-        boundaries,
-        norm_parts,
-        entering,
-        x.cut,
-        x.sizes[1:],
-        backward,
-        x.device,
+        boundaries, norm_parts, entering, x.cut, x.sizes[1:], backward, x.device
     )
 
 
@@ -258,11 +246,8 @@ def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
 
 
 def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
-    """The walk over all of V: the state's columns are those of its values.
-
-    Args:
-        dots: whether dh_t.h_t is wanted.
-    """
+    """The walk over all of V: the state's columns are those of its values. dots: whether dh_t.h_t is
+    wanted."""
     memory = x.memory
     return _prepare_walk(
         x, "dv", x.at.k, x.at.q, x.at.dh, written.dv, x.sizes,

@@ -4,8 +4,6 @@ Tensors are [B, T, H, D], as fla has them. q and k may have fewer heads than v: 
 h // (HV // H). The protocol is that of `ops.linear`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -24,12 +22,7 @@ FwdResult: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]
 
 
 def forward(core: SimpleGLACore, *, output_final_state: bool, keep: bool) -> FwdResult:
-    """o_t = scale q_t^T S_t with S_t = e^{g_t} S_{t-1} + k_t v_t^T, on the current stream.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
+    """o_t = scale q_t^T S_t with S_t = e^{g_t} S_{t-1} + k_t v_t^T, on the current stream."""
     found = tk_forward.run(_tensors(*core[:6]), _options(core, output_final_state, keep))
     return found[0], found[1], found[7]
 
@@ -54,12 +47,8 @@ def backward(
     needs_gates: bool,
     final_state: MaybeTensor = None,
 ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]:
-    """dq, dk, dv, dg and d_initial; dg is None where nobody asks for it, d_initial without initial state.
-
-    Args:
-        final_state: of the forward, where d_final is given.
-        needs_gates: whether dg is wanted; g is [B, T, HV] then.
-    """
+    """dq, dk, dv, dg and d_initial; dg is None without needs_gates, else g is [B, T, HV]; d_initial is
+    None without initial state. final_state: of the forward, where d_final is given."""
     h, rows = do, (None, None, None)  # which are read with a normaliser alone
     outputs = h, *rows, final_state, None, do, d_final, None
     tensors = tk_backward.Tensors._make((*_tensors(*core[:6]), *outputs))
@@ -74,7 +63,10 @@ def _tensors(
     q: Tensor, k: Tensor, v: Tensor, g: MaybeTensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
 ) -> tuple[Any, ...]:
     """As mLSTM's kernels have them; without a decay there is a zero."""
-    g = kept_on_device(_zeros, q.device, q.device, _zero) if g is None else g
+    if g is None:
+        g = kept_on_device(
+            _zeros, q.device, q.device, lambda device: torch.zeros((), dtype=torch.float32, device=device)
+        )
     return q, k, v, None, g, initial_state, None, None, cu_seqlens
 
 
@@ -86,26 +78,11 @@ def _options(core: SimpleGLACore, output_final_state: bool, keep: bool, needs_dg
 def _options_of(
     scale: float, batch_invariant: bool, output_final_state: bool, keep: bool, needs_dg: bool
 ) -> tk_forward.Options:
-    return tk_forward.Options(
-        sigmoid_gate=True,
-        normalize=False,
-        eps=1.0,
-        return_last_states=output_final_state,
-        return_rows=False,
-        batch_invariant=batch_invariant,
-        keep_states=keep,
-        scale=scale,
-        decay=True,
-        heads_last=True,
-        needs_df=needs_dg,
-    )
+    of_forward = output_final_state, False, batch_invariant, keep, scale
+    return tk_forward.Options(True, False, 1.0, *of_forward, decay=True, heads_last=True, needs_df=needs_dg)
 
 
 _zeros: dict[torch.device, Tensor] = {}
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:

@@ -1,7 +1,5 @@
 """What the kernels with one decay per token and head support, and the modules that a call of them takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,10 +16,7 @@ _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels c
 
 
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Whether the mLSTM kernels serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
+    """Whether the mLSTM kernels serve a call, on a CUDA device alone; ValueError for a variant."""
     refusals.check_variant(variant)
     of_head_dims = None
     too_large = call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V
@@ -39,27 +34,14 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether the kernels for a scalar decay serve a call; ValueError for a variant.
-
-    CUDA is only touched for calls on a CUDA device.
-    """
-    refusals.check_variant(variant)
-    return (
-        together(
-            refusals.of_operands(call),
-            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
-            refusals.of_scale(call),
-        )
-        or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or _on_this_machine("simple_gla", call)
-    )
+    """The same of the kernels for a scalar decay."""
+    most = instances.MAX_DIM_QK, instances.MAX_DIM_V
+    refusal = refusals.of_call(call, variant, most, refusals.of_scale(call))
+    return refusal or _on_this_machine("simple_gla", call)
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name.
-
-    ValueError for a variant.
-    """
+    """The same of the step kernel; gradients come from the chunkwise kernel, by name."""
     refusals.check_variant(variant)
     if call.requires_grad:
         support = supports_mlstm(call)
@@ -71,7 +53,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Whether the kernel for a few tokens serves a call; ValueError for a variant."""
+    """The same of the kernel for a few tokens."""
     refusals.check_variant(variant)
     found = []
     if call.seq > instances.MAX_TOKENS:
@@ -84,11 +66,8 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
 
 
 def _supports_decoding(kernel: str, call: MLSTMCall, *found: Support) -> Support:
-    """What the kernels of decoding have in common; they take no gradients.
-
-    Args:
-        found: what refuses the call already.
-    """
+    """What the kernels of decoding have in common; they take no gradients. found: what refuses the call
+    already."""
     of_call = [*found]
     if call.dtype == torch.float64:
         remedy = "use torch.float32, torch.bfloat16 or torch.float16"
@@ -104,17 +83,7 @@ def _supports_decoding(kernel: str, call: MLSTMCall, *found: Support) -> Support
 
 
 def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
-
-    Args:
-        kernel: "mlstm", "mlstm_step", "mlstm_sequence" or "simple_gla".
-
-    Returns:
-        Whether the call can be served.
-
-    Raises:
-        CaptureError: something would have to be compiled while a CUDA graph is being captured.
-    """
+    """`device.load` of a call that is supported, for its gradients too."""
     if call.is_empty:
         return SUPPORTED
     return device.load(*kernels_for(kernel, call))
@@ -134,16 +103,8 @@ def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
         return _kernels_of, kernel, *tiles, dtype, False, True, call.requires_grad, call.gate == "token"
     if kernel == "mlstm" or call.requires_grad:  # of one token, too: the chunkwise kernel has the gradients
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return (
-            _kernels_of,
-            "mlstm",
-            *tiles,
-            dtype,
-            call.normalize,
-            call.sigmoid_gate,
-            call.requires_grad,
-            True,
-        )
+        gates = call.normalize, call.sigmoid_gate
+        return _kernels_of, "mlstm", *tiles, dtype, *gates, call.requires_grad, True
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
@@ -162,22 +123,15 @@ def _kernels_of(
     needs_df: bool,
 ) -> device.Kernels:
     """The kernels that nearly every such call takes; what others take is loaded when they are launched.
-
-    Args:
-        first, second: tiles of K and V, or in decoding tokens and 0. needs_df: there are gradients of gates.
-    """
+    first, second: tiles of K and V, or in decoding tokens and 0."""
     if kernel in ("mlstm_step", "mlstm_sequence"):
         of_step, of_sequence = instances.mlstm_step, instances.mlstm_sequence
         state = ("fp32", "fp32")
         instance = of_step(*state) if first == 1 else of_sequence(first, *state, dtype == "fp32")
         return instances.DECODING, (instance,)
     half, decay = dtype == "fp16", kernel == "simple_gla"
-    of_call = {
-        "half": half,
-        "normalize": normalize,
-        "sigmoid_gate": sigmoid_gate and not decay,
-        "decay": decay,
-    }
+    sigmoid_gate = sigmoid_gate and not decay
+    of_call = {"half": half, "normalize": normalize, "sigmoid_gate": sigmoid_gate, "decay": decay}
     forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
     of_backward = walks.instances_of(first, second, **of_call, needs_df=needs_df) if gradients else ()
     return instances.CHUNKWISE[decay], (forward, *of_backward)

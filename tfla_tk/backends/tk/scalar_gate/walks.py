@@ -5,8 +5,6 @@ narrow head dims there is one walk, mlstm_gradients; else there are three, whose
 (docs/mlstm-backward.md).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -119,12 +117,7 @@ def instances_of(
     decay: bool,
     needs_df: bool = True,
 ) -> list[Instance]:
-    """The kernels of every backward. Where sequences are cut, it takes those of `instances_of_cut`, too.
-
-    Args:
-        half: operands are fp16. decay: with a scalar decay.
-        needs_df: gradients of gates are wanted.
-    """
+    """The kernels of every backward; where sequences are cut it takes those of `instances_of_cut`, too."""
     of_dv, tile = tiles_of(dim_qk, dim_v)
     if is_narrow(dim_qk, dim_v):
         walks = [instances.mlstm_gradients(tile_of_both(dim_qk, dim_v), half, normalize, needs_df, decay)]
@@ -169,11 +162,8 @@ def slices_of_dots(dim_qk: int, dim_v: int) -> tuple[int, int]:
 def cut_sequences(
     sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool, batch_invariant: bool = False
 ) -> Cut:
-    """How sequences are cut: the same for all walks, by the CTAs that dk has for one segment.
-
-    Args:
-        batch_invariant: by the length of each sequence alone instead.
-    """
+    """How sequences are cut: the same for all walks, by the CTAs that dk has for one segment, or batch
+    invariant by the length of each sequence alone."""
     _, heads, seq, *dims = sizes
     ctas = heads * ctas_of_a_walk(*dims)
     of = {"packed": packed, "batch_invariant": batch_invariant}
