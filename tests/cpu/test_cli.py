@@ -202,37 +202,6 @@ def test_build_without_nvcc_exits_with_1(
     assert "Remedy:" in error
 
 
-def test_build_without_home_exits_with_1(
-    isolated_environment: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_home: None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
-    monkeypatch.setattr(build.builder, "find_toolchain", lambda: None)
-    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
-    assert main(["build"]) == 1
-    error = capsys.readouterr().err
-    assert "there is no home directory for the cache" in error
-    assert "Remedy: set TFLA_TK_CACHE_DIR" in error
-
-
-@pytest.mark.parametrize("mode", [0o000, 0o500])
-def test_build_into_a_cache_that_cannot_be_used_exits_with_1(
-    mode: int, monkeypatch: pytest.MonkeyPatch, of_nobody: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (of_nobody / "cache").mkdir()
-    (of_nobody / "cache").chmod(mode)
-    monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
-    monkeypatch.setattr(build.builder, "find_toolchain", lambda: None)
-    monkeypatch.delenv("THUNDERKITTENS_ROOT", raising=False)
-    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
-    assert main(["build"]) == 1
-    error = capsys.readouterr().err
-    assert "cannot be used" in error and "Permission denied" in error
-    assert "Remedy: set TFLA_TK_CACHE_DIR" in error
-
-
 def test_a_wrong_environment_variable_exits_with_1(
     isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

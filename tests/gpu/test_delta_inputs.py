@@ -193,13 +193,6 @@ def test_gates_without_gradients() -> None:
     )
 
 
-def test_torch_compile() -> None:
-    x = draw_raw(1, 200)
-    expected = both(x, chunk_gated_delta_rule, **options_of(ALL))
-    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True)
-    assert_equal(both(x, compiled, **options_of(ALL)), expected)
-
-
 def test_training_adds_no_memory_but_that_of_normalised_rows() -> None:
     """Between forward and backward nothing is kept but what a call of made inputs keeps."""
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,46 +101,3 @@ def test_a_graphed_module_trains_like_an_eager_one(
         # not(<=): NaN fails
         failed = {name: error for name, error in errors.items() if not error <= 5e-3}
         assert not failed, failed
-
-
-def graph_with_a_live_graph(gate: str | None) -> dict[str, Any]:
-    """What comes of graphing a layer while an eager call's autograd graph is still referred to."""
-    shape = SHAPES["64_64"]
-    torch.manual_seed(0)
-    layer = Layer(gate, shape[1], shape[3])
-    eager = copy.deepcopy(layer)
-    alive = layer(*draw_inputs(layer, shape, False, seed=0))
-    alive.float().sum().backward(retain_graph=True)
-    layer.zero_grad(set_to_none=True)
-    try:
-        graphed = torch.cuda.make_graphed_callables(layer, draw_inputs(layer, shape, False, seed=1))
-        inputs = draw_inputs(layer, shape, False, seed=2)
-        found, expected = train(graphed, inputs), train(eager, inputs)
-        errors = [
-            ((found[x].float() - t.float()).norm() / t.float().norm()).item() for x, t in expected.items()
-        ]
-        outcome = "right" if max(errors) <= 5e-3 else f"wrong: {errors}"
-    except Exception as error:
-        outcome = f"refused: {type(error).__name__}"
-    assert alive.grad_fn is not None
-    return {"outcome": outcome}
-
-
-def test_a_live_graph_is_torchs_matter() -> None:
-    """With mLSTM it comes out as with linear layers alone.
-
-    A live eager graph keeps the gradient nodes of the parameters on the stream that it ran on, which may
-    spoil the capture of a backward on another. Each layer has a process of its own: a failed capture lingers.
-    """
-    outcomes = {}
-    for gate in (None, "exp", "sig"):
-        script = (
-            "import json, os; from tests.gpu.test_graphed_callables import graph_with_a_live_graph as run; "
-            f"print(json.dumps(run({gate!r})), flush=True); os._exit(0)"
-        )
-        root = Path(__file__).parents[2]
-        run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-4000:]
-        outcomes[gate] = json.loads(run.stdout.splitlines()[-1])["outcome"]
-    assert not outcomes[None].startswith("wrong")
-    assert outcomes["exp"] == outcomes["sig"] == outcomes[None]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import tfla_tk
-from tfla_tk import UnsupportedError, chunk_kda
+from tfla_tk import chunk_kda
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
 
 from .conftest import forget_calls
@@ -187,16 +186,6 @@ def test_gradients_without_those_of_the_gates() -> None:
         {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)},
         {f"d{name}": expected[f"d{name}"] for name in wanted},
     )
-
-
-def test_what_goes_elsewhere() -> None:
-    """Gradients where V is too large, and calls for the states between chunks."""
-    x = draw(dims=(128, 256))
-    with pytest.raises(UnsupportedError, match="V = 256"):
-        train(x, function=chunk_kda)
-    assert tfla_tk.which(chunk_kda, **x).backend == "tk"
-    with torch.inference_mode():
-        assert tfla_tk.which(chunk_kda, **x, return_intermediate_states=True).backend != "tk"
 
 
 @pytest.mark.sanitize

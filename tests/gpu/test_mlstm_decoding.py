@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from tfla_tk import UnsupportedError
 from tfla_tk.backends.tk.scalar_gate import decoding
 
 from .decoding import (
@@ -67,14 +66,6 @@ def test_any_number_of_tokens(decoder: Decoder, seq: int) -> None:
     for dims, dtype in itertools.product(((128, 256), (33, 31)), DTYPES[:2]):
         x = decoder.draw(seq=seq, dims=dims, dtype=dtype)
         assert_close(decoder(x), decoder.truth(x))
-
-
-@of_several_tokens
-def test_more_tokens_are_refused(decoder: Decoder) -> None:
-    x = decoder.draw(seq=17)
-    with pytest.raises(UnsupportedError, match=r"17 tokens, the kernel takes 16.*use mlstm_chunkwise"):
-        decoder(x)
-    assert decoder(x, "reference")["h"].shape[2] == 17
 
 
 @pytest.mark.parametrize("dims", [(128, 256), (17, 31)])

@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, func
+from torch import Tensor
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-from tfla_tk import UnsupportedError, env, which
-from tfla_tk.bench.shapes import Shape, cost
+from tfla_tk import env, which
 from tfla_tk.build import CaptureError, builder, find_thunderkittens
 from tfla_tk.core import memo
 
 from .accuracy import relative_error
-from .decoding import GATES, STATE, Decoder
 from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
 from .mlstm import assert_accurate, assert_gradients, draw_packed, make_inputs
 
@@ -125,23 +121,6 @@ def test_auto_takes_the_kernels(operator: Any) -> None:
     assert torch.equal(operator(x, "auto"), operator(x, "tk"))
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason", "remedy"),
-    [
-        ({"dtype": torch.float32}, "float32", "bfloat16"),
-        ({"dims": (20, 64)}, "20/64", "multiples of 16 up to 256/512"),
-        ({"dims": (64, 24)}, "64/24", "multiples of 16 up to 256/512"),
-        ({"dims": (272, 64)}, "272/64", "multiples of 16 up to 256/512"),
-        ({"dims": (64, 528)}, "64/528", "multiples of 16 up to 256/512"),
-    ],
-)
-def test_unsupported_operands(operator: Any, changed: dict[str, Any], reason: str, remedy: str) -> None:
-    with pytest.raises(UnsupportedError) as refused:
-        operator(make_inputs(seq=10, **changed))
-    assert reason in refused.value.reason
-    assert remedy in refused.value.remedy
-
-
 def test_a_thread_that_has_not_used_the_gpu(exponential: Any) -> None:
     """No context of the device is current there yet."""
     x = make_inputs(1, 2, 200, (64, 64))
@@ -162,36 +141,6 @@ def test_one_gradient_alone(name: str, exponential: Any) -> None:
     expected = exponential.gradients(x, cotangents)
     (found,) = exponential.gradients(x, cotangents, names=(name,)).values()
     assert torch.equal(found, expected[name])
-
-
-def test_gradients_land_in_leaves(operator: Any) -> None:
-    """Layout, dtype and hooks as DDP expects them; a second backward adds to the first."""
-    x = relayout(make_inputs(states=operator.states), transposed)
-    leaves = {name: t.detach().requires_grad_(name != "m_initial") for name, t in x.items()}
-    called: list[str] = []
-    for name, t in leaves.items():
-        if t.requires_grad:
-            t.register_post_accumulate_grad_hook(lambda t, name=name: called.append(name))
-    dh = torch.randn_like(x["v"])
-    operator(leaves).backward(dh)
-    assert sorted(called) == sorted(name for name, t in leaves.items() if t.requires_grad)
-    once = {name: leaves[name].grad.clone() for name in called}
-    for name, grad in once.items():
-        assert (grad.dtype, leaves[name].grad.stride()) == (x[name].dtype, x[name].stride()), name
-    operator(leaves).backward(dh)
-    assert all(torch.equal(leaves[name].grad, grad + grad) for name, grad in once.items())
-
-
-def test_a_cache_that_is_updated_in_place(operator: Any) -> None:
-    x = make_inputs(states=operator.states)
-    dh = torch.randn_like(x["v"])
-    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
-    leaves = {name: t.detach().clone().requires_grad_(name in TOKENS) for name, t in x.items()}
-    h = operator(leaves)
-    for name in operator.states:
-        leaves[name].zero_()
-    h.backward(dh)
-    assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
 
 
 def test_two_calls_with_the_state_passed(operator: Any) -> None:
@@ -260,21 +209,6 @@ def test_opcheck(operator: Any, rows: bool, last: bool, kind: str) -> None:
     opcheck(torch.ops.tfla_tk.mlstm_bwd.default, (*tensors, h, *kept, *given, *options))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(operator: Any, reentrant: bool) -> None:
-    x = make_inputs(states=operator.states)
-    dh = torch.randn_like(x["v"])
-    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
-    leaves = {name: t.detach().requires_grad_(name in TOKENS) for name, t in x.items()}
-
-    def run(*tensors: Tensor) -> Tensor:
-        h: Tensor = operator(dict(zip(leaves, tensors, strict=True)))
-        return h
-
-    checkpoint(run, *leaves.values(), use_reentrant=reentrant).backward(dh)
-    assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
-
-
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
 def test_the_ops_give_the_same_bits(operator: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernels that plain eager calls go to without them."""
@@ -284,15 +218,6 @@ def test_the_ops_give_the_same_bits(operator: Any, last: bool, monkeypatch: pyte
     monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
     dispatched = operator.gradients(x, cotangents)
     assert all(torch.equal(direct[name], t) for name, t in dispatched.items())
-
-
-def test_a_profile_names_the_backward(operator: Any) -> None:
-    """Also where the forward was not profiled."""
-    leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
-    h = operator(leaves)
-    with torch.profiler.profile() as profile:
-        h.sum().backward()
-    assert "tfla_tk::mlstm_bwd" in {event.key for event in profile.key_averages()}
 
 
 def test_what_is_saved_may_be_kept_on_the_host(operator: Any) -> None:
@@ -317,92 +242,3 @@ def test_autocast(operator: Any) -> None:
     rounded = {name: t.bfloat16() if name in OPERANDS else t for name, t in x.items()}
     assert_accurate({name: t.detach() for name, t in outputs.items()}, operator.truth(rounded))
     assert_gradients(found, operator.true_gradients(rounded, {"h": dh}), torch.bfloat16)
-
-
-def test_double_backward_is_refused(operator: Any) -> None:
-    leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
-    (dq,) = torch.autograd.grad(operator(leaves).float().square().sum(), leaves["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward of mLSTM is not implemented"):
-        dq.float().sum().backward()
-
-
-# transforms, and what autograd sees of states that are overwritten
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gate", ["exp", "sig"])
-@pytest.mark.parametrize("tokens", [None, 3], ids=["step", "sequence"])
-def test_a_saved_state_that_was_overwritten(
-    tokens: int | None, gate: str, dtype: torch.dtype, compiled: bool
-) -> None:
-    """By a kernel, at its address: autograd refuses the backward that would read it."""
-    torch._dynamo.reset()
-    decoder = Decoder(*GATES[gate], tokens)
-    inputs = decoder.draw(dims=(64, 128), state=dtype)
-    state = [inputs[name] for name in STATE if name in decoder.names]
-    before = [x.clone() for x in state]
-    losses = [(torch.ones_like(x, requires_grad=True) * x).sum() for x in state]
-
-    def step(x: Tensors) -> Tensor:
-        return decoder(x, inplace=True)["h"]
-
-    with torch.no_grad():
-        (torch.compile(step, fullgraph=True) if compiled else step)(inputs)
-    assert not any(torch.equal(x, old) for x, old in zip(state, before, strict=True))
-    for loss in losses:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-def test_gradients_per_sample(operator: Any) -> None:
-    """vmap of grad is one call with a larger batch: for every sample the gradients of a call of its own."""
-    x = make_inputs(4, 3, 130)
-    dh = operator.draw_cotangents(x, last=False)["h"]
-
-    def loss(sample: dict[str, Tensor], dh: Tensor) -> Tensor:
-        h = operator({name: t[None] for name, t in sample.items()})
-        return (h[0].float() * dh.float()).sum()
-
-    found = func.vmap(func.grad(loss))(x, dh)
-    expected = operator.gradients(x, {"h": dh})
-    assert all((found[name].shape, found[name].dtype) == (t.shape, t.dtype) for name, t in expected.items())
-    assert_gradients(found, expected, x["q"].dtype)
-
-
-def test_vmap_over_packed_sequences(operator: Any) -> None:
-    """All with the same offsets."""
-    x = draw_packed(operator, [70, 0, 65], (64, 128))
-    fixed = {name: t for name, t in x.items() if name not in TOKENS}
-    batch = [{name: x[name] * scale for name in TOKENS} for scale in (1, 0.5)]
-    stacked = {name: torch.stack([sample[name] for sample in batch]) for name in TOKENS}
-    found = func.vmap(lambda tokens: operator(tokens | fixed))(stacked)
-    for h, sample in zip(found, batch, strict=True):
-        torch.testing.assert_close(h, operator(sample | fixed), rtol=1e-2, atol=1e-2)
-
-
-def test_forward_mode(operator: Any) -> None:
-    """Refused by name; under auto the reference's tangent."""
-    x = make_inputs(1, 2, 70, (64, 64))
-
-    def tangent(backend: str) -> Tensor:
-        found: Tensor = func.jvp(lambda q: operator(x | {"q": q}, backend), (x["q"],), (x["k"],))[1]
-        return found
-
-    operator(x)
-    with pytest.raises(UnsupportedError, match="backend='reference'"):
-        tangent("tk")
-    found = tangent("auto")
-    assert found.abs().sum() > 0 and torch.equal(found, tangent("reference"))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_flops(operator: Any, compiled: bool) -> None:
-    torch._dynamo.reset()
-    leaves = {name: t.requires_grad_() for name, t in make_inputs(2, 3, 130, (64, 128)).items()}
-    run = torch.compile(operator) if compiled else operator
-    for _ in range(2):
-        with FlopCounterMode(display=False) as counter:
-            run(leaves).sum().backward()
-        assert counter.get_total_flops() == cost("mlstm_exp", Shape(2, 130, 3, 64, 128), "fwdbwd").flops
-        run(leaves).sum().backward()

@@ -121,17 +121,6 @@ def test_which_takes_tk(make_large: Callable[..., nn.Module]) -> None:
         assert xlstm.which(full, 2, SEQ).backend == "tk"
 
 
-def test_a_model_that_is_not_served_keeps_working(
-    make_large: Callable[..., nn.Module], tokens: Tensor
-) -> None:
-    """fp32 weights without autocast: not for tk; the reference trains them."""
-    native = make_large(torch.float32, **NATIVE)
-    expected, _ = native(tokens)
-    with xlstm.replaced(native):
-        found, _ = native(tokens)
-    assert relative_error(found.detach(), expected.detach()) < 1e-3
-
-
 @pytest.mark.parametrize("mode", ["train", "inference"])
 def test_large_trains(make_large: Callable[..., nn.Module], tokens: Tensor, mode: str) -> None:
     def loss(model: nn.Module) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch.nn.functional import logsigmoid, normalize
 
 from tfla_tk import delta_rule, reference
 from tfla_tk.backends.tk import delta_rule as package
-from tfla_tk.backends.tk import linear as tk_linear
-from tfla_tk.core.support import SUPPORTED
 
+from . import linear
 from .linear import Inputs
 
 FLAGS = {
@@ -32,10 +30,7 @@ LAUNCH = f"{package.__name__}.launch"  # the module of the kernels
 def serve_by(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tk backend serves every call, on the CPU, by these kernels."""
     delta_rule._path.plans.clear()
-    monkeypatch.setitem(sys.modules, LAUNCH, kernels)
-    monkeypatch.setattr(package, "launch", kernels, raising=False)
-    monkeypatch.setattr(tk_linear, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
+    linear.serve_by(kernels, package, "supports_delta_rule", monkeypatch)
 
 
 def draw(

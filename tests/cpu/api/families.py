@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +24,13 @@ from tfla_tk import (
 )
 from tfla_tk.backends.tk import channel_gate, scalar_gate
 from tfla_tk.backends.tk import kda as kda_package
-from tfla_tk.backends.tk import linear as tk_linear
-from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import gla as gla_ops
 from tfla_tk.ops import kda as kda_ops
 
 from . import delta_rule as delta_inputs
 from . import simple_gla_calls
-from .linear import Inputs, Kernels
+from .linear import Inputs, Kernels, serve_by
 
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
 
@@ -78,21 +75,11 @@ def draw_without_decay(**options: Any) -> Inputs:
 
 
 def serve_simple_gla(patch: pytest.MonkeyPatch) -> simple_gla_calls.Kernels:
-    module = simple_gla_calls.Kernels()
-    patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(scalar_gate, "scalar_decay", module, raising=False)
-    patch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: SUPPORTED)
-    patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
-    return module
+    return serve_by(simple_gla_calls.Kernels(), scalar_gate, "supports_simple_gla", patch)
 
 
 def serve_gla(patch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(gla_ops, f"{channel_gate.__name__}.launch")
-    patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(channel_gate, "launch", module, raising=False)
-    patch.setattr(tk_linear, "supports_gla", lambda call, variant=None: SUPPORTED)
-    patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
-    return module
+    return serve_by(Kernels(gla_ops, f"{channel_gate.__name__}.launch"), channel_gate, "supports_gla", patch)
 
 
 def serve_delta_rule(patch: pytest.MonkeyPatch) -> Kernels:
@@ -102,12 +89,7 @@ def serve_delta_rule(patch: pytest.MonkeyPatch) -> Kernels:
 
 
 def serve_kda(patch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(kda_ops, f"{kda_package.__name__}.launch")
-    patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(kda_package, "launch", module, raising=False)
-    patch.setattr(tk_linear, "supports_kda", lambda call, variant=None: SUPPORTED)
-    patch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
-    return module
+    return serve_by(Kernels(kda_ops, f"{kda_package.__name__}.launch"), kda_package, "supports_kda", patch)
 
 
 DELTA = (delta_rule._path, serve_delta_rule, (6, 24), ("chunk_delta_rule", "chunk_gated_delta_rule"))

@@ -249,7 +249,6 @@ for gate, variant, seq in (
     ("exp", "triton", 96),
     ("exp", "triton:xl_chunk", 128),
     ("exp", "triton:xl_chunk_256", 512),
-    ("exp", "triton:xl_chunk_512", 1024),
     ("exp", "triton:limit_chunk_64", 128),
     ("sig", "triton", 128),
     ("sig", "triton", 64),
@@ -269,9 +268,6 @@ CASES["norm/exp/triton:xl_chunk_256/one chunk"] = lambda: mlstm_gradients(
 )
 CASES["plain/sig/unnormalised"] = lambda: mlstm_gradients(
     "sig", "triton:siging_xl_256", 512, projection, False
-)
-CASES["plain/sig/unnormalised, chunk 512"] = lambda: mlstm_gradients(
-    "sig", "triton:siging_xl_512", 1024, projection, False
 )
 for gate, variant in (
     ("exp", "triton:xl_chunk_64"),

@@ -86,17 +86,16 @@ def fla_dtype(op: str) -> torch.dtype:
     return torch.float16 if op == "chunk_delta_rule" else torch.float32
 
 
-def fla(op: str, public: bool) -> Numbers:
-    """Output, final state and all gradients under a loss on both: of the adapter, or of the public function.
+def fla(op: str) -> Numbers:
+    """Output, final state and all gradients under a loss on both.
 
-    Simple GLA by the public function: over packed sequences, V first.
+    Simple GLA over packed sequences, V first.
     """
     prepare_fla()
     tensors, options = fla_inputs(op, 100, fla_dtype(op))
-    adapter = partial(adapters.call_fla, op, tensors["q"].device)
-    call = partial(getattr(tfla_tk, op), backend="triton") if public else adapter
+    call = partial(getattr(tfla_tk, op), backend="triton")
     packed: dict[str, Any] = {}
-    if public and op == "chunk_simple_gla":
+    if op == "chunk_simple_gla":
         tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
         offsets = torch.tensor([0, 30, 30, 31, 100])
         packed = {"cu_seqlens": offsets, "state_v_first": True}
@@ -157,8 +156,7 @@ CASES: dict[str, Callable[[], Numbers]] = {
 }
 for op in adapters.FLA_OPS:
     if op.startswith("chunk_"):
-        CASES[f"fla/{op}"] = partial(fla, op, public=False)
-        CASES[f"public/{op}"] = partial(fla, op, public=True)
+        CASES[f"chunks/{op}"] = partial(fla, op)
     else:
         CASES[f"steps/{op}"] = partial(steps, op)
 

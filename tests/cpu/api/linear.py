@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.layout import Kept
+from tfla_tk.core.support import SUPPORTED
 
 Inputs = dict[str, Any]
 LAYOUT = (3, 1)  # of what the stand-in keeps
@@ -86,3 +90,16 @@ class Kernels(ModuleType):
         count = self.ops._count
         found = self.ops._bwd_cpu(*core[:count], do, dht, *core[count:], needs_gates)
         return tuple(None if x.numel() == 0 else x for x in found)
+
+
+def serve_by(kernels: ModuleType, package: ModuleType, supports: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tk backend serves every call, on the CPU, by these kernels in the place of a package's module.
+
+    Args:
+        supports: the function that is asked whether a call is served.
+    """
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(package, kernels.__name__.rpartition(".")[2], kernels, raising=False)
+    monkeypatch.setattr(tk_linear, supports, lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
+    return kernels

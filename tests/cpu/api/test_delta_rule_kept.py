@@ -128,28 +128,6 @@ def test_a_checkpoint_around_what_is_compiled(kernels: KeepingKernels) -> None:
             torch.testing.assert_close(actual, want)
 
 
-def test_a_checkpoint_in_what_is_compiled(kernels: KeepingKernels) -> None:
-    """Whether the forward keeps depends on how this torch traces a checkpoint; the gradients do not."""
-
-    def run(**x: Any) -> Any:
-        return checkpoint(lambda: chunk_gated_delta_rule(**x, output_final_state=True), use_reentrant=False)
-
-    x = draw()
-    kernels.calls.clear()
-    found = gradients(lambda output_final_state, **x: torch.compile(run, backend="aot_eager")(**x), x)
-    assert_same(found, expected_of(x))
-    assert kernels.calls[-1] in ("backward", "backward, kept")
-
-
-def test_compiled_under_hooks_that_may_move_what_is_saved(kernels: KeepingKernels) -> None:
-    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
-    x = draw()
-    with torch.autograd.graph.save_on_cpu():
-        found = gradients(compiled, x)
-    assert kernels.calls == ["forward", "backward"]
-    assert_same(found, expected_of(x))
-
-
 def test_a_traced_training_step(kernels: KeepingKernels) -> None:
     x = leaves(draw())
     names = ("q", "k", "v", "g", "beta")
@@ -182,12 +160,6 @@ def test_a_graph_of_other_kernels(layout: tuple[int, ...], kernels: KeepingKerne
     expected = chunk_gated_delta_rule(**x, scale=0.25, output_final_state=True)
     for actual, want in zip(found[:2], expected, strict=True):
         torch.testing.assert_close(actual, want)
-
-
-def test_inference_keeps_nothing(kernels: KeepingKernels) -> None:
-    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
-    compiled(**draw())
-    assert kernels.calls == ["forward"]
 
 
 @pytest.mark.parametrize("watched", ["neither", "forward", "backward", "both"])
@@ -249,13 +221,6 @@ def test_a_batch_of_cotangents(kernels: KeepingKernels) -> None:
     found = torch.func.vmap(dq_of)(cotangents)
     assert kernels.calls == ["backward"]
     assert torch.allclose(found, torch.stack([dq_of(x) for x in cotangents]))
-
-
-def test_double_backward_is_refused(kernels: KeepingKernels) -> None:
-    x = leaves(draw())
-    (dq,) = torch.autograd.grad(chunk_gated_delta_rule(**x)[0].square().sum(), x["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"double backward of the delta rule .* backend='reference'"):
-        dq.sum().backward()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -333,8 +333,12 @@ def test_compile(family: Family, kernels: Any, packed: bool, backend: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "tk"])
-@of_families(*PLAIN)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [*((family, "tk") for family in PLAIN), (GLA, "reference")],
+    indirect=["family"],
+    ids=str,
+)
 def test_compile_with_sizes_as_symbols(family: Family, kernels: Any, backend: str) -> None:
     """Tokens, heads, groups, head dims and the scale: one graph serves another size."""
     compiled = torch.compile(family.function, backend="aot_eager", fullgraph=True, dynamic=True)

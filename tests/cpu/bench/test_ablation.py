@@ -9,9 +9,8 @@ import torch
 
 from tfla_tk import reference
 from tfla_tk.backends.tk.scalar_gate import forward
-from tfla_tk.bench import ablation, compare, environment
-from tfla_tk.bench.shapes import MAIN, Shape
-from tfla_tk.build import all_instances, instances
+from tfla_tk.bench import ablation, environment
+from tfla_tk.bench.shapes import Shape
 
 SMALL = (Shape(2, 96, 2, 16, 32), Shape(1, 64, 2, 32, 16))
 
@@ -67,18 +66,3 @@ def test_a_wrong_kernel_is_the_exit_status(monkeypatch, launched, command, fault
     monkeypatch.setattr(forward, "run", run)
     status, rows, _, _ = command("ablation", "--quick")
     assert status == 1 and [(row["schedule"], row["shape"]["T"]) for row in rows] == [("overlapped", 96)]
-
-
-def test_without_a_gpu(monkeypatch, command) -> None:
-    monkeypatch.setattr(compare, "run_contest", pytest.fail)
-    ran = command("ablation")
-    assert ran.status == 1 and "ablation: expected a CUDA GPU, found none" in ran.err
-
-
-def test_the_sequential_kernels_are_built_ahead() -> None:
-    """`tfla-tk build --all` compiles what every shape takes."""
-    known = all_instances()
-    for shape in MAIN:
-        for sequential in (False, True):
-            tile = instances.mlstm_tile(shape.K, shape.V)
-            assert instances.mlstm_fwd(tile, half=False, sequential=sequential) in known

@@ -169,15 +169,3 @@ def test_every_head_of_the_shapes_on_record_is_checked(shape: Shape) -> None:
     cuda = torch.device("cuda")
     for which in ("fwd", "fwdbwd"):
         assert len(accuracy.pick_pairs(EXP, shape, which, cuda)) == shape.B * shape.H
-
-
-def test_slices_are_bounded_by_what_the_reference_keeps() -> None:
-    """q, k, v, i, f, h in pieces and as a whole, one chunk's states; autograd keeps all chunks'."""
-    long, cuda = Shape(1, 65536, 16, 128, 256), torch.device("cuda")
-    for which, padded, kept in (
-        ("fwdbwd", (1, 65536), 65536 * (6 * 384 + 6 * 64) + 1025 * 4 * 128 * 256),
-        ("fwd", (1, 65536), 65536 * (2 * 129 + 3 * 256) + 4 * 128 * 256),
-        # packed sequences are padded to the longest
-        ("fwdbwd", (1024, 15), 1024 * (15 * (6 * 384 + 6 * 64) + 1 * 4 * 128 * 256)),
-    ):
-        assert accuracy.slice_size(long, which, cuda, padded) == max(1, 16 * 2**30 // (8 * kept))

@@ -208,25 +208,6 @@ def test_update_results_refuses_what_is_not_fit_for_the_record(
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--op", "softmax"),
-        ("--op", ","),
-        ("--shapes", "large"),
-        ("--pass", "bwd"),
-        ("--dtype", "fp8"),
-        ("--forget-bias", "nan"),
-        ("--forget-bias", "much"),
-        ("--tuning-threads", "0"),
-    ],
-)
-def test_wrong_usage(options: tuple[str, str], capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", *options])
-    assert stop.value.code == 2 and options[0] in capsys.readouterr().err
-
-
 def test_git_commit(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) is None
 
@@ -247,18 +228,3 @@ def test_git_commit(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) == head
     (tmp_path / "a").write_text("2")
     assert environment.git_commit(tmp_path) == f"{head}-dirty"
-
-
-@pytest.mark.parametrize(("capability", "fetched"), [(None, False), ((9, 0), True), ((8, 0), False)])
-def test_thunderkittens_is_fetched_where_the_kernels_run(monkeypatch, capability, fetched: bool) -> None:
-    calls: list[bool] = []
-
-    def find(clone: bool = True) -> None:
-        calls.append(clone)
-        raise BuildError("no network")
-
-    monkeypatch.setattr(environment.build, "find_thunderkittens", find)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    environment.fetch_thunderkittens()
-    assert calls == [True] * fetched

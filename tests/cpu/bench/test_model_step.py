@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import math
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from tfla_tk import UnsupportedError
 from tfla_tk.bench import model_phases, model_step, text
-from tfla_tk.bench.__main__ import main
-from tfla_tk.bench.model_phases import AGREEMENT, NOISE, STEP, TRUTH, Figures, Losses, Outcome, Task, perform
-from tfla_tk.bench.model_step import failures, limits, make_rows
-from tfla_tk.bench.timing import Timing
+from tfla_tk.bench.model_phases import AGREEMENT, NOISE, TRUTH, Losses, Outcome, Task, perform
+from tfla_tk.bench.model_step import failures, limits
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
 
@@ -65,17 +62,6 @@ def test_the_command_at_toy_size(monkeypatch, command) -> None:
     assert rows[-1]["shape"] == {"B": 2, "T": 1, "H": 2, "K": 16, "V": 32, "layers": 1, "width": 64}
     assert "decode, B2 T1, 1 layers of 64, H2 16/32" in out
     assert [row["pass"] for row in command("model", "--phases", "prefill").rows] == ["prefill"] * 2
-
-
-def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, command) -> None:
-    def cut_off(task: Task):
-        if task.phase == "decode":
-            raise KeyboardInterrupt
-        return task, [Outcome("tk", {task.batches[0]: Figures(Timing(2.0, 1.9, 2.2, 3))})]
-
-    monkeypatch.setattr(model_step, "perform", cut_off)
-    ran = command("model", "--phases", "train,decode", "--commit", "abc")
-    assert ran.status == 130 and [row["pass"] for row in ran.rows] == ["train"]
 
 
 @pytest.mark.parametrize("phase", ["train", "prefill", "decode"])
@@ -217,32 +203,6 @@ def test_limits_come_from_the_noise_of_the_same_dtypes() -> None:
     assert told(good | {"train": math.nan}) == ["tk, train: nan is past the limit"]
     del good["train"]
     assert told(good) == [f"tk: not everything was compared with the {TRUTH} path"]
-
-
-def test_rows_of_a_gpu() -> None:
-    """The shape of xLSTM-7B; decoding has a baseline of its own, with the errors of those that use it."""
-    options = argparse.Namespace(
-        quick=False, baselines=[XL], layers=None, seed=0, phases=model_step.ALL_PHASES
-    )
-    agreement, train, prefill, decode = model_step.tasks_of(options, torch.device("cuda"))
-    assert str(train.shape(8)) == "B8 T8192, 24 layers of 4096, H8 256/512"
-    assert (prefill.layers, prefill.length, decode.batches) == (32, 65536, (1, 8, 64))
-    assert agreement.losses.steps == 50 and train.variants == ("tk", XL) and decode.variants == ("tk", STEP)
-    figures = {8: Figures(Timing(2.0, 1.9, 2.2, 3), 1024.0, None, 0.2)}
-    agreed = [Outcome("tk", errors={"decode": math.nan}), Outcome(XL, errors={"decode": 2e-2, "train": 1.0})]
-    (row,) = make_rows(train, [Outcome(XL, figures)], agreed, {})
-    assert row["dtype"] == "bf16" and "Triton 3.6 aborts" in row["note"] and row["repeats"] == 3
-    assert (row["kernel_share"], row["peak_mem_mb"], row["rel_err"]) == (0.2, 1024.0, {TRUTH: 1.0})
-    ours, theirs = make_rows(decode, [Outcome("tk", figures), Outcome(STEP, figures)], agreed, {})
-    assert (ours["rel_err"], theirs["rel_err"]) == ({}, {TRUTH: 2e-2})
-
-
-def test_options(command) -> None:
-    assert "--layers: expected a positive number, got 0" in command("model", "--layers", "0").err
-    assert "expected a CUDA GPU" in command("model", "--update-results").err
-    for option, value in (("--phases", "sleep"), ("--baselines", "native")):
-        with pytest.raises(SystemExit):
-            main(["model", option, value])
 
 
 def test_text_follows_from_the_seed() -> None:

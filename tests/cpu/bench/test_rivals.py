@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.bench import fla, results, rivals
+from tfla_tk.bench import results, rivals
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.report import reasons
 from tfla_tk.bench.runner import OK, UNSUPPORTED, run_contest
@@ -83,18 +83,6 @@ def test_flash_qla_computes_the_gated_delta_rule(settings, installed, which: str
     )
 
 
-@pytest.mark.slow
-def test_flash_qla_refuses_other_dims_and_dtypes(settings, installed) -> None:
-    for shape, dtype, reason in (
-        (Shape(1, 64, 1, 64, 64), "bf16", "it takes K = V = 128, these are 64 and 64"),
-        (Shape(1, 64, 1, 128, 256), "bf16", "these are 128 and 256"),
-        (Shape(1, 64, 1, 128, 128), "fp32", "it takes 16-bit q, k, v"),
-    ):
-        given = dataclasses.replace(settings, dtype=dtype)
-        (outcome,) = run_contest(OPERATORS["gated_delta_rule"], shape, "fwd", FLASH_QLA, given)
-        assert outcome.status == UNSUPPORTED and reason in outcome.reason
-
-
 def test_what_is_not_installed_is_told(settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals, "find_package", lambda name: None)
     for op, variants, package in (
@@ -123,17 +111,3 @@ def test_mamba_modules_are_imported_where_the_extensions_are_missing(tmp_path, m
     finally:
         for name in [each for each in sys.modules if each.partition(".")[0] == "mamba_ssm"]:
             del sys.modules[name]
-
-
-@pytest.mark.slow
-def test_a_rival_that_was_named_and_is_missing_is_the_exit_status(monkeypatch, command) -> None:
-    monkeypatch.setattr(rivals, "find_package", lambda name: None)
-    options = ["compare", "--op", "simple_gla", "--shapes", "1x32x2x16x16", "--quick"]
-    assert command(*options, "--backends", "triton:mamba_ssm").status == 1
-
-    def as_on_a_gpu(function: str, *tensors: Tensor) -> Tensor:
-        return reference.simple_gla_chunkwise(*tensors)
-
-    # of the family one is enough
-    monkeypatch.setattr(fla, "call", as_on_a_gpu)
-    assert command(*options, "--backends", "triton").status == 0

@@ -10,7 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -337,29 +336,6 @@ def test_a_failed_compilation_leaves_nothing_and_is_tried_again(compiler: Compil
         find_or_build(toy, KEY, fail)
     assert [path.suffix for path in cache.modules_dir().iterdir()] == [".lock"]
     assert find_or_build(toy, KEY, compiler).built
-
-
-def test_a_file_in_place_of_the_cache_directory(
-    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(BuildError, match=r"cache directory .*file.* cannot be used") as caught:
-        find_or_build(toy, KEY, compiler)
-    assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
-    assert compiler.calls == 0
-
-
-def test_an_unwritable_cache_directory(
-    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **kwargs: object) -> str:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(BuildError, match="Permission denied") as caught:
-        find_or_build(toy, KEY, compiler)
-    assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
 
 
 def test_a_cache_of_another_user_is_refused(

@@ -72,14 +72,18 @@ def test_without_arguments(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])
-def test_as_scripts(mlstm_kernels: Any, name: str) -> None:
+def test_as_scripts(mlstm_kernels: Any, tmp_path: Path) -> None:
+    """From anywhere."""
     pytest.importorskip("xlstm", reason="xlstm is not installed")
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py")]
-    # from anywhere; the number of steps is theirs where none is given
-    steps = ["--steps", "2"] if name == "train_xlstm" else []
-    done = subprocess.run([*command, *steps], capture_output=True, text=True, cwd="/", timeout=400)
-    assert done.returncode == 0 and "mLSTM layers on" in done.stdout, done.stderr[-2000:]
+    model = str(tmp_path / "model.pt")
+    small = ["--steps", "2", "--batch", "1", "--seq", "64", "--width", "32", "--blocks", "1"]
+    for name, options, printed in (
+        ("train_xlstm", [*small, "--save", model], "mLSTM layers on"),
+        ("generate_xlstm", [model, "--tokens", "8"], "decoding on"),
+    ):
+        command = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py"), *options]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=400)
+        assert done.returncode == 0 and printed in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])

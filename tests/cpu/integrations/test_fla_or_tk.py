@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ def call(request: pytest.FixtureRequest, machine: Machine) -> Callable[..., Any]
     """
     name, taken = request.param
     function = own(name)
-    integration.accelerate()
+    integration.accelerate([name, "chunk_simple_gla"])  # which fla's retention and Lightning attention call
     function = own(name) if taken == "after" else function
 
     def run(**changed: Any) -> Any:
@@ -132,23 +133,21 @@ def test_what_they_cannot_serve_goes_to_fla(
     assert told == [f"{call.__name__} is served by fla: {REFUSED.reason}"]
 
 
-@pytest.mark.parametrize("place", ["{}", "prepare_{}"])
-@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
-def test_an_error_of_ours_is_raised(
-    call: Any, error: type[Exception], place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_is_raised(call: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch and by what prepares it, once the arguments are checked; the next call is served. fla's
     dispatch takes whatever is raised while it asks for a refusal."""
+    for error, place in itertools.product((TypeError, ValueError, RuntimeError), ("{}", "prepare_{}")):
 
-    def fail(*args: Any) -> Any:
-        raise error("ours")
+        def fail(*args: Any, error: type[Exception] = error) -> Any:
+            raise error("ours")
 
-    with monkeypatch.context() as patch:
-        for family in FAMILIES:
-            patch.setattr(tk_linear, place.format(family), fail)
-        for _ in range(2):
-            with pytest.raises(error, match="ours"):
-                call()
+        forget_plans()
+        with monkeypatch.context() as patch:
+            for family in FAMILIES:
+                patch.setattr(tk_linear, place.format(family), fail)
+            for _ in range(2):
+                with pytest.raises(error, match="ours"):
+                    call()
     forget_plans()
     call()
     assert served_by("tk", call) and machine.own_calls == 0

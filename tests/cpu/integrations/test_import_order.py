@@ -62,16 +62,6 @@ with xlstm.replaced():
 print(json.dumps([kernel(x).func.__module__ for x in (model, old, new)]))
 """
 
-BETWEEN = """
-import xlstm.xlstm_large.model
-from tfla_tk.integrations import xlstm
-xlstm.register()
-import transformers.models.xlstm.configuration_xlstm
-model = build(**OURS)
-check(model)
-print(json.dumps(kernel(model).func.__module__))
-"""
-
 # as transformers decides it: by asking for the installed package
 NATIVE = """
 import transformers.utils
@@ -107,18 +97,17 @@ KERNELS = "tfla_tk.integrations.xlstm.kernels"
 
 @pytest.mark.slow
 def test_import_order(in_forks: Callable[..., dict[str, str]]) -> None:
-    """Register first, last and between; and without xlstm and mlstm_kernels, where replace(model) works, and
+    """Register first and last; and without xlstm and mlstm_kernels, where replace(model) works, and
     replace() tells what to install.
     """
     for package in ("mlstm_kernels", "xlstm", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    scripts = {"first": FIRST, "last": LAST, "between": BETWEEN, "native": NATIVE}
+    scripts = {"first": FIRST, "last": LAST, "native": NATIVE}
     written = in_forks("import json, sys\n" + MODEL, scripts)
     found = {name: json.loads(out.splitlines()[-1]) for name, out in written.items()}
     assert found["first"] == {"light": [], "mine": [], "kernel": KERNELS}
     assert found["last"] == [KERNELS] * 3
-    assert found["between"] == KERNELS
     choice, switched, back, message = found["native"]
     assert (choice, switched, back) == ("reference", KERNELS, True)
     assert "pip install 'tfla_tk[xlstm]'" in message

@@ -184,6 +184,27 @@ def draw(
     return x
 
 
+# flags that have inputs made of raw ones, by the delta rule and by KDA
+FLAGS = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel")
+
+
+def raw(x: Tensors, flags: dict[str, Any], parameters: Iterable[str] = ("A_log", "dt_bias")) -> Tensors:
+    """The inputs that such flags are for."""
+    heads, channels = x["v"].shape[2], x["g"].shape[3:].numel()
+    if flags.get("use_qk_l2norm_in_kernel"):
+        x |= {"q": 3 * x["q"], "k": 5 * x["k"]}
+        x["k"][:, 3] = 0
+    if flags.get("use_beta_sigmoid_in_kernel"):
+        x["beta"] = 4 * x["beta"] - 2
+    if flags.get("use_gate_in_kernel"):
+        made = {
+            "A_log": torch.linspace(-1, 0.5, 2 * heads)[::2],
+            "dt_bias": torch.linspace(0.5, -2, heads * channels).bfloat16(),
+        }
+        x |= {"g": 4 * x["g"] + 2} | {name: made[name] for name in parameters}
+    return x
+
+
 def results(op: Op, x: Tensors, backend: str = "tk", without: Iterable[str] = (), **options: Any) -> Tensors:
     """Outputs of a call, and the gradients of all its inputs for gradients of all outputs.
 

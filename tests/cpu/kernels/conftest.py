@@ -15,7 +15,6 @@ import pytest
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.build.disassembly import find_tool
-from tfla_tk.build.locking import file_lock
 
 from . import calls, summary
 from .compiled import GATED, Compiled, Compiler
@@ -62,14 +61,19 @@ def _shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:
     return folder / name
 
 
+def _lasting_folder(folder: Path, config: pytest.Config) -> Path:
+    """For this run of the tests and later ones; this folder where pytest keeps nothing."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    return folder if cache is None else cache.mkdir("tfla_tk")
+
+
 @pytest.fixture(scope="session")
 def compiler(
     kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Compiler:
     """One for all tests and worker processes."""
     folder = _shared_folder(tmp_path_factory, "kernels")
-    cache = getattr(pytestconfig, "cache", None)
-    return Compiler(folder, folder if cache is None else cache.mkdir("tfla_tk"))
+    return Compiler(folder, _lasting_folder(folder, pytestconfig))
 
 
 @pytest.fixture(scope="session")
@@ -107,11 +111,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory, kernel_compiler: None) -> SimpleNamespace:
-    """What the launcher of decoding offers, compiled once for all worker processes: it runs on the CPU."""
-    folder = _shared_folder(tmp_path_factory, "emulated")
-    with file_lock(folder / "lock"):
-        return compile_emulated("decode.cpp", folder)
+def emulated(
+    kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> SimpleNamespace:
+    """What the launcher of decoding offers, compiled once: it runs on the CPU."""
+    folder = _lasting_folder(_shared_folder(tmp_path_factory, "emulated"), pytestconfig)
+    return compile_emulated("decode.cpp", folder)
 
 
 @pytest.fixture

@@ -130,8 +130,9 @@ def test_offsets(op: Op, dtype: torch.dtype, kernels: Kernels) -> None:
 
 
 @pytest.fixture(params=[(16, 48), (144, 272)], ids=str)
-def dims(request: pytest.FixtureRequest) -> Any:
-    return request.param
+def dims(request: pytest.FixtureRequest, op: Op) -> Any:
+    """KDA's kernels have one form above K = 64."""
+    return (80, 72) if op is OPS["kda"] and request.param[0] > 64 else request.param
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -142,7 +143,7 @@ def test_what_is_prepared_serves_every_call_like_it(
     """Wherever its tensors begin, on the stream of its time. It holds no tensor."""
     if chunks is not None:
         cut_into(monkeypatch, chunks)
-    x = draw(op, dims)
+    x = draw(op, dims, tokens=70)
     held = [weakref.ref(t) for t in x.values()]
     results(op, x)
     del x
@@ -151,15 +152,15 @@ def test_what_is_prepared_serves_every_call_like_it(
     for stream in (7, 8):
         pretend_a_gpu(monkeypatch, *MODULES, stream=stream)
         kernels.launches.clear()
-        x, prepared = draw(op, dims, seed=stream), kernels.prepared
+        x, prepared = draw(op, dims, tokens=70, seed=stream), kernels.prepared
         expected = check(op, x)
         assert {launch.stream for launch in kernels.launches} == {stream}
         assert kernels.prepared == prepared
-        for name in ("q", "v", op.gates[0], op.states[0]):
-            assert_equal(results(op, x | {name: at_odd_address(x[name])}), expected)
-        prepared = kernels.prepared
-        assert_equal(results(op, x), expected)
-        assert kernels.prepared == prepared
+    for name in ("q", "v", op.gates[0], op.states[0]):
+        assert_equal(results(op, x | {name: at_odd_address(x[name])}), expected)
+    prepared = kernels.prepared
+    assert_equal(results(op, x), expected)
+    assert kernels.prepared == prepared
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -74,18 +74,6 @@ def test_a_walk_is_asked_for_no_matrices_that_kernels_refuse(monkeypatch: pytest
         assert shape.matrices_at(1024, 0) == (1024, 0, 0)
 
 
-def test_a_walk_makes_its_matrices_where_calls_fill_the_gpu() -> None:
-    filling = shape_of(8, 8192)
-    assert filling.walk_makes_matrices and filling._replace(trains=True).walk_makes_matrices
-    assert not shape_of(4, 8192).walk_makes_matrices and not shape_of(1, 2048).walk_makes_matrices
-    assert not filling._replace(dim_v=256).walk_makes_matrices  # a second CTA would make the same
-
-
-def test_an_option_fixes_the_walkers() -> None:
-    for shape in (x for x in shapes() if x.batch_invariant):
-        assert shape.split is None and shape.walkers == shape.forward_walkers == min(-(-shape.dim_v // 64), 2)
-
-
 # Splits
 
 
@@ -111,24 +99,6 @@ def test_few_long_sequences_are_split(
     assert shape.longest_lead <= shape.split.chunks / 2
     without_gates = shape._replace(decays=False)
     assert without_gates.split is None or without_gates.longest_lead == 0
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(shape_of(*x) for x in ((1, 2125, 2), (1, 1, 1), (8, 8192), (1, 32768, 64), (16, 2048, 4))),
-        shape_of(16, 65536, packed=True),  # of unknown lengths
-        shape_of(1, 65536, dims=(144, 128)),  # more than the kernels carry
-    ],
-)
-def test_others_are_left_whole(shape: Shape) -> None:
-    assert shape.split is None and shape.carried == shape.bounds_bytes == shape.leads_bytes == 0
-
-
-def test_a_call_for_a_backward_counts_its_time() -> None:
-    """So it is split where the backward gains by it."""
-    more = shape_of(1, 16384, 32)
-    assert more.split is None and more._replace(trains=True).split is not None
 
 
 @pytest.mark.parametrize(

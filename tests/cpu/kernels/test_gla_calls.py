@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import call, launch, support
+from tfla_tk.backends.tk.channel_gate import launch, support
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut
 from tfla_tk.core.support import SUPPORTED
@@ -25,20 +25,6 @@ def op() -> Op:
 
 def core_of(x: Tensors, *, batch_invariant: bool = False) -> GLACore:
     return GLACore(x["q"], x["k"], x["v"], x["g"], x["initial_state"], None, 0.3, batch_invariant)
-
-
-def shape_of(
-    batch: int,
-    heads: int,
-    dims: tuple[int, int],
-    *,
-    tokens: int = 1,
-    packed: bool = False,
-    invariant: bool = False,
-) -> call.Shape:
-    q, v = (torch.empty(batch, tokens, heads, dim, device="meta") for dim in dims)
-    offsets = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
-    return call.Shape.of(GLACore(q, q, v, q, None, offsets, 1.0, invariant))
 
 
 def test_a_backward_keeps_the_cut_of_its_forward(op: Op, kernels: Kernels, monkeypatch: Any) -> None:
@@ -69,26 +55,6 @@ def test_slices_of_v_without_states_or_gates(
     dims: Any, of_gates: torch.dtype, state: bool, without: tuple[str, ...], op: Op, kernels: Kernels
 ) -> None:
     check(op, draw(op, dims, of_gates=of_gates, state=state, tokens=70), without)
-
-
-def test_walkers_of_states(op: Op, kernels: Kernels) -> None:
-    """Two where they have to share multiprocessors, and have registers for it; an option fixes the number."""
-    for dims, heads, expected in (
-        ((128, 128), 66, 1), ((128, 128), 67, 2), ((64, 128), 99, 1), ((128, 256), 99, 1)
-    ):  # fmt: skip
-        assert shape_of(1, heads, dims).walkers_of_states == expected
-    for dims, expected in (((128, 128), 2), ((192, 64), 2), ((64, 128), 1), ((128, 256), 1)):
-        for batch, heads in ((1, 1), (1, 67), (40, 16)):
-            assert shape_of(batch, heads, dims, invariant=True).walkers_of_states == expected
-
-
-def test_few_heads_are_cut_to_fill_the_gpu(op: Op, kernels: Kernels) -> None:
-    def ctas(batch: int, tokens: int, heads: int, packed: bool = False) -> int:
-        return shape_of(batch, heads, (128, 128), tokens=tokens, packed=packed).cut.segments * heads
-
-    assert 100 <= ctas(1, 8192, 16) <= 132 and ctas(1, 65536, 16) >= 100
-    assert ctas(8, 8192, 16) == 128 and ctas(16, 2048, 32) == 512 and ctas(1, 256, 16) == 16
-    assert ctas(1, 65536, 16, packed=True) >= 100
 
 
 # Which head dims are served

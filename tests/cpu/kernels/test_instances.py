@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 
 from tfla_tk.backends.tk.scalar_gate import walks
-from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DELTA_TILES,
     GLA_STATES_TILES,
@@ -26,27 +24,7 @@ from tfla_tk.build.instances import (
     walk_tile,
 )
 
-TILES = [
-    ((16, 16), (64, 64)),
-    ((48, 80), (64, 128)),
-    ((64, 64), (64, 64)),
-    ((64, 144), (64, 256)),
-    ((64, 512), (64, 256)),
-    ((80, 48), (128, 64)),
-    ((96, 96), (128, 128)),
-    ((128, 256), (128, 256)),
-    ((128, 272), (128, 256)),
-    ((144, 16), (256, 64)),
-    ((160, 384), (256, 128)),
-    ((208, 176), (256, 128)),
-    ((256, 512), (256, 128)),
-]
 EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
-
-
-@pytest.mark.parametrize(("dims", "tile"), TILES)
-def test_the_smallest_tile_that_holds_the_dims(dims: tuple[int, int], tile: tuple[int, int]) -> None:
-    assert mlstm_tile(*dims) == tile
 
 
 def test_two_tiles_have_a_sequential_forward_for_measurements() -> None:
@@ -99,24 +77,6 @@ def test_the_plan_and_the_kernels_count_the_same_parts_of_v() -> None:
         assert of_dv[0] >= dim_qk  # dv has one share
 
 
-def test_walks_take_the_smallest_tile_that_holds_their_operands() -> None:
-    """A slice may hold a part of the values; dq and dk leave slices of 256 to dv, and share a tile."""
-    for dims in EVERY_DIMS:
-        of_dq, of_dk, _ = (walk_tile(*call) for call in walks_of(*dims))
-        assert of_dq == of_dk
-    for gradient, operands, expected in (
-        ("dq", (16, 16), (64, 64)),
-        ("dk", (80, 128), (128, 128)),
-        ("dq", (256, 144), (256, 128)),
-        ("dk", (64, 256), (64, 128)),
-        ("dv", (64, 256), (64, 256)),
-        ("dv", (128, 272), (128, 256)),
-        ("dv", (144, 48), (256, 64)),
-        ("dv", (256, 512), (256, 128)),
-    ):
-        assert walk_tile(gradient, *operands) == expected
-
-
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])
 def test_keys_that_no_walk_holds(gradient: str) -> None:
     with pytest.raises(ValueError):
@@ -127,17 +87,3 @@ def test_keys_that_no_walk_holds(gradient: str) -> None:
 def test_dims_that_no_tile_holds(dims: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"head dims: expected .*, got {dims[0]}/{dims[1]}"):
         mlstm_tile(*dims)
-
-
-def test_sources_of_every_instance_exist() -> None:
-    for instance in all_instances():
-        for file in (instance.header, instance.launcher.source, instance.launcher.bindings):
-            assert (sources.kernels_root() / file).is_file()
-
-
-def test_no_torch_header_under_kernels() -> None:
-    files = [x for x in sources.kernels_root().rglob("*") if x.suffix in (".cu", ".cuh", ".cpp", ".h")]
-    assert len(files) >= 8
-    for file in files:
-        included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', file.read_text(), re.MULTILINE)
-        assert not [x for x in included if re.match(r"(torch|ATen|c10|caffe2)/|pyutils/torchutils", x)], file

@@ -1,10 +1,9 @@
 """mLSTM's decoding, one token or a few: its kernels, whose sources run on a CPU here, behind the public
-functions, and what is refused."""
+functions."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +11,13 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import decoding as host
-from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, mlstm_sequence
+from tfla_tk.build.instances import MAX_DIM_V, MAX_TOKENS
 from tfla_tk.core.layout import MAX_SLICES
-from tfla_tk.core.support import SUPPORTED
 
 from .calls import Tensors, flat
 from .scalar_gate import Decoding
 from .stand_in import at_odd_address
-from .test_support import CALL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of h and of a state in this dtype, relative Frobenius error
@@ -223,12 +218,6 @@ def test_nan_of_a_token_leaves_those_before_it(name: str, decoding: Decoding) ->
     assert all(torch.equal(found[of][0, 0], clean[of][0, 0]) for of in clean)
 
 
-@pytest.mark.parametrize("count", [0, MAX_TOKENS + 1])
-def test_no_instance(count: int) -> None:
-    with pytest.raises(ValueError, match=f"tokens: expected 1 to 16, got {count}"):
-        mlstm_sequence(count, "fp32", "fp32", False)
-
-
 @pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
 def test_tokens_are_read_where_they_lie(tokens: Any, decoding: Decoding) -> None:
     """Any strides: a fused projection, the end of a longer sequence, every second number, gates of one."""
@@ -266,66 +255,6 @@ def test_slices_of_a_head(multiprocessors: int) -> None:
         assert warps == sorted(warps) and {*warps} <= {1, 2}
         for of_slice in (*(count * width for count in lanes), *(count * columns for count in warps)):
             assert -(-dim_v // of_slice) <= MAX_SLICES
-
-
-# support
-
-SUPPORTS = {"step": tk.supports_mlstm_step, "sequence": tk.supports_mlstm_sequence}
-OF_BOTH = pytest.mark.parametrize("name", SUPPORTS)
-A_CALL = {"step": CALL, "sequence": replace(CALL, seq=8)}
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
-
-
-@OF_BOTH
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(1, 1), (17, 31), (MAX_DIM_QK, MAX_DIM_V)])
-def test_serves(name: str, dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
-    for seq in (CALL.seq,) if name == "step" else (1, MAX_TOKENS):
-        call = replace(CALL, dtype=dtype, seq=seq, dim_qk=dims[0], dim_v=dims[1])
-        assert SUPPORTS[name](call) == SUPPORTED
-
-
-REFUSED: list[tuple[dict[str, object], str, str]] = [
-    ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
-    ({"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
-    ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
-    ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
-    # 16 slices of each along x of a grid, which ends at 2^31 - 1
-    ({"batch": 1 << 26}, "batch x heads = 134,217,728, the kernels take 134,217,727", "split the batch"),
-]
-OF_STEPS = [({"requires_grad": True, "dtype": torch.float32}, "q, k, v are torch.float32", "torch.bfloat16")]
-OF_SEQUENCES = [
-    ({"seq": 17}, "17 tokens, the kernel takes 16", "use mlstm_chunkwise"),
-    ({"requires_grad": True}, "has no gradients", "use mlstm_chunkwise or torch.no_grad()"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "reason", "remedy"),
-    [("step", *case) for case in (*REFUSED, *OF_STEPS)]
-    + [("sequence", *case) for case in (*REFUSED, *OF_SEQUENCES)],
-)
-def test_refuses(name: str, change: dict[str, Any], reason: str, remedy: str, hopper: None) -> None:
-    verdict = SUPPORTS[name](replace(A_CALL[name], **change))
-    assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy
-
-
-@OF_BOTH
-@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (2**27 - 1, 1), (1, 2**27 - 1)])
-def test_serves_any_number_of_heads(name: str, batch: int, heads: int, hopper: None) -> None:
-    call = replace(A_CALL[name], batch=batch, sequences=batch, heads=heads)
-    assert SUPPORTS[name](call) == SUPPORTED
-
-
-@OF_BOTH
-def test_the_machine_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
-    verdict = SUPPORTS[name](A_CALL[name])
-    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 
 
 # the launcher

@@ -80,7 +80,7 @@ def functions_called_by(op: Op, *arguments: Any) -> int:
 
 @EVERY
 def test_a_call_of_new_lengths_is_planned_in_few_steps(op: Op) -> None:
-    """tests/gpu/test_new_lengths.py has the time. Twice as many take more than it allows."""
+    """Twice as many take more than the 200 us that new lengths may add."""
     run(op, *packed(op, 500, 3, trains=True))
     drawn = [packed(op, 1000 + tokens, 2 + tokens % 7, trains=True) for tokens in range(50)]
     most = max(functions_called_by(op, *x) for x in drawn)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import mlstm_fwd, mlstm_walk
+from tfla_tk.build.instances import mlstm_fwd
 
 from . import summary
 from .compiled import GATED, Compiled, Compiler
@@ -50,14 +50,6 @@ def test_the_record_has_every_instance() -> None:
 NARROW, WIDE = (128, 256), (256, 128)  # tiles of the forward, of which there are sequential ones, too
 INSTRUCTIONS = 7_500  # of all roles: at 256/512 one of 6,880 fits the cache, one of 8,320 took 28 % longer
 HALF_A_STATE = 32  # registers
-PAIRS = {
-    "narrow": [mlstm_fwd((128, 128), False, normalize=False, decay=decay) for decay in (False, True)],
-    "wide": [
-        mlstm_fwd(WIDE, False, normalize=False, sigmoid_gate=not decay, decay=decay)
-        for decay in (False, True)
-    ],
-    "walks": [mlstm_walk("dq and dk", (128, 128), False, False, decay) for decay in (False, True)],
-}
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
@@ -71,14 +63,6 @@ def test_the_overlap_of_the_forward(sequential: bool, half: bool) -> None:
     assert [narrow[name] > 0 for name in ("u-exp2", "u-tma")] == [not sequential] * 2
     assert [wide["u-fmul"] >= HALF_A_STATE, wide["u-stsm"] > 0] == [not sequential] * 2
     assert wide["instr"] <= INSTRUCTIONS
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_schedule_of_a_scalar_decay_is_that_of_mlstm(pair: str) -> None:
-    of_mlstm, of_decay = (summary.numbers_on_record(instance.name) for instance in PAIRS[pair])
-    scheduled = ("wgmma", "waits", "ldsm", "stsm", "tma")
-    for one, other in zip(of_mlstm, of_decay, strict=True):
-        assert [one[name] for name in scheduled] == [other[name] for name in scheduled]
 
 
 def test_nothing_spills() -> None:

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.prepared import Scratch
-from tfla_tk.backends.tk.scalar_gate import backward, forward, scalar_decay, walks
-from tfla_tk.calls.linear import SimpleGLACore
+from tfla_tk.backends.tk.scalar_gate import backward, forward, scalar_decay
 from tfla_tk.core.layout import Kept
 from tfla_tk.ops import mlstm as ops
 
@@ -72,39 +69,6 @@ def test_states_that_a_forward_has_kept_are_not_made_again(
             assert summed == [1] and ("forward" in names) == (states is None)
         else:
             assert summed == ([1] if states is kept else [0, 1]) and "forward" not in names
-
-
-def test_wide_heads_keep_states_where_sequences_are_cut(op: Op, kernels: Kernels) -> None:
-    """As the backward cuts them; without a backward a forward has a cut of its own."""
-    assert forward_of(draw(op, WIDE))[-1] is None
-    kernels.computes = False
-    x = {name: torch.empty(1, 2, 10_000, *y.shape[3:], dtype=y.dtype) for name, y in draw(op, WIDE).items()}
-    x = {name: x[name] for name in NAMES[:5]}
-    kept = forward_of(x)[-1]
-    cut = walks.cut_sequences((1, 2, 10_000, *WIDE), 1, 132, packed=False)
-    assert cut.segments > 1 and kernels.launches[-1].cut[-2:] == kept.layout.cut == cut
-    assert forward_of(x, keep_states=False)[-1] is None
-    assert kernels.launches[-1].cut[-2:] == segments.cut(1, 10_000, 2, 132)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("seq", [40, 10_001])
-def test_narrow_heads_leave_no_more_than_states_of_every_second_chunk(
-    seq: int, normalize: bool, op: Op, kernels: Kernels
-) -> None:
-    """16-bit states, their units and n."""
-    kernels.computes = False
-    q, v, gate = (torch.empty(1, 2, seq, *dims).bfloat16() for dims in ((64,), (48,), ()))
-    options = forward.Options(False, normalize, 1e-6, False, False, keep_states=True)
-    states = forward.run((q, q, v, gate, gate, *[None] * 4), options)[-1]
-    count = 2 * -(-seq // 128)
-    needed = count * (2 * 64 * 48 + 4 + 4 * 64)
-    assert needed <= 2 * states.tensors[0].numel() < needed + 3 * 16
-
-
-def test_places_in_an_allocation_are_aligned() -> None:
-    scratch = Scratch(0)
-    assert [scratch.take(size) for size in (1, 300, 0, 4)] == [0, 256, 0, 768] and scratch.bytes == 1024
 
 
 # Normalisers
@@ -203,18 +167,3 @@ def test_a_zero_in_place_of_gates_is_made_once() -> None:
     with torch.inference_mode():
         zero = scalar_decay._tensors(q, q, q, None, None, None)[4]
     assert scalar_decay._tensors(q, q, q, None, None, None)[4] is zero and not zero.is_inference()
-
-
-@pytest.mark.parametrize(
-    ("batch", "dims", "slice_v", "segments"),
-    [(4, (128, 128), 64, 4), (5, (128, 128), 128, 5), (4, (64, 128), 128, 8)],
-)
-def test_two_ctas_share_a_head_where_there_are_few(
-    batch: int, dims: tuple[int, int], slice_v: int, segments: int, op: Op, kernels: Kernels
-) -> None:
-    kernels.computes = False
-    q, v = (torch.empty(batch, 4096, 16, dim).bfloat16() for dim in dims)
-    core = SimpleGLACore(q, q, v, torch.zeros(16), None, None, 0.3)
-    scalar_decay.forward(core, output_final_state=False, keep=False)
-    (launch,) = kernels.launches
-    assert (launch.tile[1], launch.cut[3]) == (slice_v, segments)

@@ -36,13 +36,6 @@ def test_few_long_sequences_fill_the_gpu_once(
     assert sequences > 1 or cut_packed(1, tokens, ctas, H200, costs).chunks == found.chunks
 
 
-def test_where_launches_cost_more_than_they_save_sequences_stay_whole() -> None:
-    assert cut(1, 4096, 60, H200, FORWARD).segments > 1
-    for costs in (Costs(1.0, 4.0, 6.0), Costs(0.5, 4.0, 100.0)):
-        assert cut(1, 4096, 60, H200, costs) == Cut(1, 64)
-        assert cut_packed(1, 4096, 60, H200, costs).segments == 1
-
-
 def assert_covered(found: Cut, sequences: int, tokens: int) -> None:
     """The last segment has a token, and no token is left over."""
     count, rest = divmod(found.segments, sequences)

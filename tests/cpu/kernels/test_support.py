@@ -17,11 +17,11 @@ from tfla_tk import UnsupportedError, build
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import Instance, Launcher, cache
-from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import dispatch
-from tfla_tk.core.support import Support
+from tfla_tk.core.support import SUPPORTED, Support
 
 from .calls import OPS, Op, draw, results
 from .stand_in import Kernels
@@ -68,39 +68,68 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         probe.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", [(16, 16), (80, 48), (256, 512)])
-def test_serves(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    verdict = tk.supports_mlstm(replace(CALL, dtype=dtype, dim_qk=dims[0], dim_v=dims[1]))
-    assert verdict.ok and verdict.auto and not verdict.reason
+SUPPORTS = {
+    "chunkwise": tk.supports_mlstm,
+    "step": tk.supports_mlstm_step,
+    "sequence": tk.supports_mlstm_sequence,
+}
+DECODING = ("step", "sequence")
+OF_EVERY_KERNEL = pytest.mark.parametrize("name", SUPPORTS)
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (MAX_DIM_QK, MAX_DIM_V)])
-def test_serves_gradients(dims: tuple[int, int]) -> None:
-    verdict = tk.supports_mlstm(replace(CALL, requires_grad=True, dim_qk=dims[0], dim_v=dims[1]))
-    assert verdict.ok and verdict.auto and not verdict.reason
+def verdict_of(name: str, **changes: Any) -> Support:
+    return SUPPORTS[name](replace(CALL, **({"seq": 8} if name == "sequence" else {}) | changes))
+
+
+MOST = {"dim_qk": MAX_DIM_QK, "dim_v": MAX_DIM_V}
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "remedy"),
+    ("name", "changes"),
     [
-        ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
-        ({"dtype": torch.float32}, "q, k, v are torch.float32", "torch.bfloat16 or torch.float16"),
-        ({"dim_qk": 272}, "head dims are 272/256", "multiples of 16 up to 256/512"),
-        ({"dim_v": 528}, "head dims are 128/528", "multiples of 16 up to 256/512"),
-        ({"dim_qk": 24}, "head dims are 24/256", "multiples of 16 up to 256/512"),
-        ({"sequences": 2**30, "heads": 4}, "sequences x heads = 4,294,967,296", "split the batch"),
+        *(("chunkwise", {"dtype": dtype, **MOST}) for dtype in (torch.bfloat16, torch.float16)),
+        *(("chunkwise", {"dim_qk": dims[0], "dim_v": dims[1]}) for dims in ((16, 16), (80, 48))),
+        *(("chunkwise", {"requires_grad": True, **dims}) for dims in ({"dim_qk": 16, "dim_v": 16}, MOST)),
+        *((name, {"dtype": torch.float32, "dim_qk": 1, "dim_v": 1}) for name in DECODING),
+        *((name, {"dtype": torch.float16, "dim_qk": 17, "dim_v": 31}) for name in DECODING),
+        *(("sequence", {"seq": seq, **MOST}) for seq in (1, MAX_TOKENS)),
+        *((name, {"batch": 2**27 - 1, "sequences": 2**27 - 1, "heads": 1}) for name in DECODING),
+        *((name, {"heads": 2**27 - 1}) for name in DECODING),
     ],
 )
-def test_refuses(change: dict[str, object], reason: str, remedy: str) -> None:
-    verdict = tk.supports_mlstm(replace(CALL, **change))  # type: ignore[arg-type]
-    assert not verdict.ok
-    assert reason in verdict.reason and remedy in verdict.remedy
+def test_serves(name: str, changes: dict[str, Any]) -> None:
+    assert verdict_of(name, **changes) == SUPPORTED
 
 
-def test_a_gpu_that_is_not_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("names", "change", "reason", "remedy"),
+    [
+        (tuple(SUPPORTS), {"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
+        (("chunkwise",), {"dtype": torch.float32}, "q, k, v are torch.float32", "torch.float16"),
+        (("chunkwise",), {"dim_qk": 272}, "head dims are 272/256", "multiples of 16 up to 256/512"),
+        (("chunkwise",), {"dim_v": 528}, "head dims are 128/528", "multiples of 16 up to 256/512"),
+        (("chunkwise",), {"dim_qk": 24}, "head dims are 24/256", "multiples of 16 up to 256/512"),
+        (("chunkwise",), {"sequences": 2**30, "heads": 4}, "sequences x heads = 4,294,967,296", "split"),
+        (DECODING, {"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
+        (DECODING, {"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
+        (DECODING, {"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
+        # 16 slices of each along x of a grid, which ends at 2^31 - 1
+        (DECODING, {"batch": 1 << 26}, "batch x heads = 134,217,728, the kernels take 134,217,727", "split"),
+        (("step",), {"requires_grad": True, "dtype": torch.float32}, "are torch.float32", "torch.bfloat16"),
+        (("sequence",), {"seq": 17}, "17 tokens, the kernel takes 16", "use mlstm_chunkwise"),
+        (("sequence",), {"requires_grad": True}, "no gradients", "use mlstm_chunkwise or torch.no_grad()"),
+    ],
+)
+def test_refuses(names: tuple[str, ...], change: dict[str, Any], reason: str, remedy: str) -> None:
+    for name in names:
+        verdict = verdict_of(name, **change)
+        assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy, name
+
+
+@OF_EVERY_KERNEL
+def test_a_gpu_that_is_not_sm_90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    verdict = tk.supports_mlstm(CALL)
+    verdict = verdict_of(name)
     assert not verdict.ok and verdict.remedy == "use an H100, H200 or GH200"
     assert verdict.reason == "pretended GPU has compute capability 8.0, the kernels need 9.0"
 
@@ -113,7 +142,7 @@ def test_an_amd_gpu_of_the_same_capability(monkeypatch: pytest.MonkeyPatch) -> N
     assert verdict.reason == "pretended GPU is an AMD GPU, the kernels are CUDA"
 
 
-@pytest.mark.parametrize("supports", [tk.supports_mlstm, tk.supports_mlstm_step, tk.supports_mlstm_sequence])
+@OF_EVERY_KERNEL
 @pytest.mark.parametrize(
     ("driver", "toolkit", "serves"),
     [
@@ -130,12 +159,12 @@ def test_a_driver_of_an_older_major_version_is_refused(
     driver: tuple[int, int] | None,
     toolkit: tuple[int, int],
     serves: bool,
-    supports: Callable[[MLSTMCall], Support],
+    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "_driver_version", lambda: driver)
     monkeypatch.setattr(build, "find_toolchain", lambda: replace(TOOLCHAIN, version=toolkit))
-    verdict = supports(replace(CALL, seq=1))
+    verdict = verdict_of(name)
     assert verdict.ok == serves
     if driver is not None and not serves:
         told = f"CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}"

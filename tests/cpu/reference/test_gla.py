@@ -46,10 +46,10 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, recorded: bool) -> None:
     """Those of the chunkwise form, which recomputes, as of the recurrent one; autograd around them, too."""
-    x = draw(40)
+    x = draw(20)
     q = x.pop("q").requires_grad_(recorded)
     found = []
-    for form in (partial(reference.gla_chunkwise, chunk_size=16), reference.gla_recurrent):
+    for form in (partial(reference.gla_chunkwise, chunk_size=8), reference.gla_recurrent):
         results = TRANSFORMS[transform](lambda q, form=form: form(q, **x)[0], q)
         results = list(results) if isinstance(results, tuple) else [results]
         results += torch.autograd.grad(results[0].square().sum(), q) if results[0].requires_grad else ()

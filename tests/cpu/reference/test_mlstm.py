@@ -191,19 +191,3 @@ def test_partial_initial_state_of_siging(given: str) -> None:
     partial = [x if name in given else None for name, x in zip("cn", state[:2], strict=True)]
     with pytest.raises(ValueError, match=f"expected c and n together or none of them, got only {given}"):
         reference.mlstm_siging_chunkwise(*tokens, *partial)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlstm_chunkwise", "mlstm_siging_chunkwise"])
-def test_compiles_as_one_graph(name: str) -> None:
-    function = getattr(reference, name)
-    tokens, state = draw_mlstm(50)
-    state = state[: 3 if name == "mlstm_chunkwise" else 2]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    results = []
-    for call in (function, compiled):
-        inputs = [x.clone().requires_grad_() for x in tokens]
-        h, last = call(*inputs, *state, return_last_states=True, chunk_size=16)
-        grads = torch.autograd.grad(h.sum() + last[0].sum(), inputs)
-        results.append({str(j): x.detach() for j, x in enumerate((h, *last, *grads))})
-    assert_close(results[1], results[0])
