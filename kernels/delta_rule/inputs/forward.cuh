@@ -24,9 +24,9 @@ __device__ inline void make_gates(const DeltaInputsParams& p) {
     tile.for_tokens(p.shape, [&](int batch, int t, int64_t token) {
         const int64_t place = token * p.shape.heads + tile.head;
         if (p.strength != nullptr)
-            p.strength[place] = (p.twice ? 2.f : 1.f) * Sigmoids(tile.load(p.beta, batch, t)).of;
+            p.strength[place] = (p.twice ? 2.f : 1.f) * Sigmoids(tile.rows(p.beta, batch)[t]).of;
         if (p.log_decay != nullptr)
-            p.log_decay[place] = -decay.rate * softplus(tile.load(p.g, batch, t) + decay.bias);
+            p.log_decay[place] = -decay.rate * softplus(tile.rows(p.g, batch)[t] + decay.bias);
     });
 }
 
@@ -40,11 +40,6 @@ __global__ __launch_bounds__(kInputThreads) void delta_inputs_kernel(
         else
             normalise_rows<T, kDimK>(g.params, block - g.gate_blocks);
     }
-}
-
-template <class T, int kDimK> void run_inputs(const DeltaInputsParams& p, cudaStream_t stream) {
-    launch_inputs<delta_inputs_kernel<T, kDimK>, Row<T, kDimK>::kRows>(
-        p, p.unit_q.data != nullptr, p.strength != nullptr || p.log_decay != nullptr, stream, "delta_inputs");
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -54,26 +54,13 @@ struct GatesGlobals : TileGlobals {
     RowSums q_dq, k_dk;
     Anchors anchors;
     Gate i, f;
-    GateGradient di, df;
+    Gate di, df;
     const float* chunk_m;
     StateGradient initial, last;
     double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
     int anchor_slots;
     int64_t state_size, norm_size;  // of c and n of one head
 };
-
-__device__ inline void store_gate(const GateGradient& gate, int64_t offset, float x) {
-    switch (gate.dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(gate.data)[offset] = __float2bfloat16(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(gate.data)[offset] = __float2half(x);
-            break;
-        default:
-            static_cast<float*>(gate.data)[offset] = x;
-    }
-}
 
 // The tokens of a lane: l and l + 32 of its warp's chunk.
 struct LaneTokens {
@@ -88,6 +75,34 @@ struct LaneTokens {
 
     template <class Rows> __device__ inline float2 load(const Rows& rows, float none) const {
         return {has_low ? rows[low] : none, has_high ? rows[high] : none};
+    }
+};
+
+// The gates of these tokens, and the stores of their gradients.
+template <class P> struct TokenGates {
+    const Tile& tile;
+    const LaneTokens& lane;
+    float2 i, f;
+
+    template <class Globals>
+    __device__ inline TokenGates(const Globals& g, const Tile& tile, const LaneTokens& lane)
+        : tile(tile), lane(lane) {
+        auto loader = [&](const Gate& gate) {
+            return [&](float none) { return lane.load(rows(gate), none); };
+        };
+        i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+    }
+    __device__ inline GateRows rows(const Gate& gate) const {
+        return GateRows(gate, tile.batch, tile.head, tile.first_row);
+    }
+    template <class Globals>
+    __device__ inline void store_gradients(const Globals& g, float2 k_dk, float2 dlf) const {
+        auto store = [&](int t, float k_dk, float dlf, float i, float f) {
+            if constexpr (P::kHasInput) rows(g.di).store(t, P::input_gradient(k_dk, i));
+            rows(g.df).store(t, P::forget_gradient(dlf, f));
+        };
+        if (lane.has_low) store(lane.low, k_dk.x, dlf.x, i.x, f.x);
+        if (lane.has_high) store(lane.high, k_dk.y, dlf.y, i.y, f.y);
     }
 };
 
@@ -274,12 +289,7 @@ __global__ __launch_bounds__(kTileThreads,
         if (tile.tokens <= 0) return;
         const int chunk = threadIdx.x / 32;
         const LaneTokens lane(chunk, tile.tokens);
-        auto loader = [&](const Gate& gate) {
-            return [&](float none) {
-                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
-            };
-        };
-        const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+        const TokenGates<P> gates(g, tile, lane);
         ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
         float m_in = 0.f;
         if (P::kStabilised && chunk < tile.chunks) {
@@ -295,7 +305,7 @@ __global__ __launch_bounds__(kTileThreads,
                                     is_before ? g.anchors.before : g.anchors.after);
         const float2 q = q_dq.rows(), k = k_dk.rows();
         if (chunk < tile.chunks) {
-            ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
+            ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(gates.i, gates.f, m_in)};
             if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
                 flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
                 flow.forgets = false;
@@ -313,18 +323,7 @@ __global__ __launch_bounds__(kTileThreads,
         const double flow =
             flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
         const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
-        auto store = [&](const GateGradient& gate, int t, float x) {
-            store_gate(gate,
-                       tile.batch * gate.batch_stride + tile.head * gate.head_stride +
-                           (tile.first_row + t) * gate.row_stride,
-                       x);
-        };
-        auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-            if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
-            store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
-        };
-        if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
-        if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
+        gates.store_gradients(g, k, {static_cast<float>(flow + sums.x), static_cast<float>(flow + sums.y)});
     }
 }
 

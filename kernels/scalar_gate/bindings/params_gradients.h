@@ -26,6 +26,12 @@ struct MlstmGradientsParams {
     int tile;   // of the kernel: columns of K and of V
     bool half;  // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q, k, v, dh, left, gates, e, boundaries, entering_c, entering_n, leaving_c, leaving_n, dq, dk,
+              dv);
+        visit(q_dq, k_dk, flows, cut, batch, heads, seq, dim_qk, dim_v, group, tile, half, device);
+    }
 };
 
 // Most of a chunk's flow: one of each walker's warp, and one of n.
@@ -36,12 +42,17 @@ struct MlstmGateGradientsParams {
     const float *q_dq, *k_dk, *flows;
     int parts;  // of a flow that have been written: one for 16 columns of V of the walk's tile, one of n
     Gate i, f;
-    GateGradient di, df;
+    Gate di, df;           // written
     const float* chunk_m;  // [B, H, chunk_slots, 2], from the forward; null for gates that are not stabilised
     Offsets offsets;
     int batch, heads, seq;
     bool sigmoid_gate;
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q_dq, k_dk, flows, parts, i, f, di, df, chunk_m, offsets, batch, heads, seq, sigmoid_gate,
+              device);
+    }
 };
 
 // Both throw std::runtime_error on a refused launch; seq is at least 1.

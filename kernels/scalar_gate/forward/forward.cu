@@ -33,35 +33,30 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             p.seq,
             p.dim_qk,
             p.dim_v,
-            (p.dim_v + p.slice_v - 1) / p.slice_v,
+            parts_of(p.dim_v, p.slice_v),
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             0,
             p.sigmoid_gate};
 }
 
-// CTAs of the kernels that walk segments.
-dim3 grid(const FwdWalkGlobals& g, const char* name) {
-    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices, 1, name);
-}
+// Of the kernels that walk segments.
+std::int64_t ctas_of(const FwdWalkGlobals& g) { return std::int64_t{g.cut.segments} * g.heads * g.slices; }
 
 template <class T, int kDimQK, int kSliceV, bool kNormalize>
-void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
+void run_states(const MlstmFwdWalk& p, void* stream) {
     using C = StatesConfig<T, kDimQK, kSliceV, kNormalize>;
     const DeviceGuard guard(p.device, "mlstm_states");
     const FwdWalkGlobals g = fwd_walk_globals(p);
-    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g, "mlstm_states"), C::kThreads, p.device,
-                                                            stream, "mlstm_states");
-    const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
-    launch<mlstm_combine_kernel<kNormalize>>(
-        g,
-        grid_of(static_cast<std::int64_t>(carrying_ctas(p.cut)) * p.heads,
-                (elements + per_block - 1) / per_block, "mlstm_combine"),
-        kCombineThreads, p.device, stream, "mlstm_combine");
+    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas_of(g), C::kThreads, p.device, stream,
+                                                            "mlstm_states");
+    const dim3 grid = grid_of(std::int64_t{carrying_ctas(p.cut)} * p.heads,
+                              parts_of(p.dim_qk * (p.dim_v + 1), 4 * kCombineThreads), "mlstm_combine");
+    launch<mlstm_combine_kernel<kNormalize>>(g, grid, kCombineThreads, p.device, stream, "mlstm_combine");
 }
 
 template <class T, int kDimQK, int kSliceV, bool kNormalize>
-void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
+void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
     const MlstmFwdWalk& walk = p.walk;
     const DeviceGuard guard(walk.device, "mlstm_fwd");
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
@@ -97,8 +92,7 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
               high_and_low(std::log2(static_cast<double>(p.scale)))};
     g.state_slots = slots;
     auto start = [&]<auto kKernel, int kSharedBytes>(int threads, int cluster = 1) {
-        launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
-                                      cluster);
+        launch<kKernel, kSharedBytes>(g, ctas_of(g), threads, walk.device, stream, "mlstm_fwd", cluster);
     };
     if constexpr (kDimQK == 256) {  // transposed/kernel.cuh
         with_gate(g.sigmoid_gate, [&]<class P>(P) {
@@ -162,11 +156,10 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
 }
 
 void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
     mlstm::with_tile_and_types(params.walk, [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
         if (params.walk.cut.segments > params.walk.cut.sequences)
-            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(params.walk, s);
-        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(params, s);
+            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(params.walk, stream);
+        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(params, stream);
     });
 }
 

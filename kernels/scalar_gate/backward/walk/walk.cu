@@ -15,8 +15,8 @@ struct WalkKernels {
     int threads, state_warps;
     std::int64_t anchor_bytes;
     // null where they do not serve
-    void (*walk)(const PassGlobals&, dim3 grid, int device, cudaStream_t, int cluster);
-    void (*segments)(const SegmentsGlobals&, dim3 grid, int device, cudaStream_t);
+    void (*walk)(const PassGlobals&, std::int64_t ctas, int device, void*, int cluster);
+    void (*segments)(const SegmentsGlobals&, std::int64_t ctas, int device, void*);
 };
 
 template <class C> const WalkKernels& kernels_of() {
@@ -24,14 +24,14 @@ template <class C> const WalkKernels& kernels_of() {
         WalkKernels x{C::kGradient, C::kKeysAreOfQK, C::kSumsRows,
                       C::kThreads,  C::kStateWarps,  C::kAnchorBytes};
         if constexpr (pass_serves(C::kDimKeys, C::kSlice, C::kGradient))
-            x.walk = [](const PassGlobals& g, dim3 grid, int device, cudaStream_t stream, int cluster) {
-                launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, grid, C::kThreads, device, stream,
+            x.walk = [](const PassGlobals& g, std::int64_t ctas, int device, void* stream, int cluster) {
+                launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, ctas, C::kThreads, device, stream,
                                                                     "mlstm_pass", cluster);
             };
         if constexpr (segments_serve(C::kDimKeys, C::kSlice, C::kGradient))
-            x.segments = [](const SegmentsGlobals& g, dim3 grid, int device, cudaStream_t stream) {
+            x.segments = [](const SegmentsGlobals& g, std::int64_t ctas, int device, void* stream) {
                 launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
-                    g, grid, C::kThreads, device, stream, "mlstm_pass_segments");
+                    g, ctas, C::kThreads, device, stream, "mlstm_pass_segments");
             };
         return x;
     }();
@@ -70,8 +70,15 @@ const WalkKernels& kernels_for(const PassWalk& p) {
 }
 
 // Number of tiles of the keys' columns, and of the values'.
-int shares(const PassWalk& p) { return (p.dim_keys + p.tile_keys - 1) / p.tile_keys; }
-int slices(const PassWalk& p) { return (p.dim_values + p.slice - 1) / p.slice; }
+int shares(const PassWalk& p) { return parts_of(p.dim_keys, p.tile_keys); }
+int slices(const PassWalk& p) { return parts_of(p.dim_values, p.slice); }
+
+// The walk for dq of these sizes.
+PassWalk walk_of(const PassSizes& x) {
+    PassWalk p{Gradient::dq};
+    p.dim_keys = x.dim_keys, p.dim_values = x.dim_values, p.tile_keys = x.tile_keys, p.slice = x.slice;
+    return p;
+}
 
 // Number of heads of queries and keys, and of values and the factor.
 int keys_heads(const PassWalk& p, const WalkKernels& x) {
@@ -103,11 +110,11 @@ WalkGlobals walk_globals(const PassWalk& p, const WalkKernels& x) {
             p.group};
 }
 
-dim3 grid(const WalkGlobals& g, const char* name) {
-    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.shares, 1, name);
+std::int64_t ctas_of(const WalkGlobals& g) {
+    return std::int64_t{g.cut.segments} * g.heads * g.slices * g.shares;
 }
 
-void launch_walk(const MlstmPassParams& p, cudaStream_t stream) {
+void launch_walk(const MlstmPassParams& p, void* stream) {
     const PassWalk& walk = p.walk;
     const WalkKernels& x = kernels_for(walk);
     if (x.walk == nullptr) throw std::runtime_error("mlstm_pass: no such walk");
@@ -139,37 +146,37 @@ void launch_walk(const MlstmPassParams& p, cudaStream_t stream) {
                         common.shares > 1 ? p.ticket : nullptr,
                         common.shares * common.slices * x.state_warps,
                         anchor_slots(common.slots)};
-    x.walk(g, grid(common, "mlstm_pass"), walk.device, stream, ScoreTurns::cluster(common.slices));
+    x.walk(g, ctas_of(common), walk.device, stream, ScoreTurns::cluster(common.slices));
 }
 
-void launch_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
+void launch_segments(const MlstmSegmentsParams& p, void* stream) {
     const PassWalk& walk = p.walk;
     const WalkKernels& x = kernels_for(walk);
     if (x.segments == nullptr) throw std::runtime_error("mlstm_pass_segments: no such sums");
     const DeviceGuard guard(walk.device, "mlstm_pass_segments");
     const SegmentsGlobals g{walk_globals(walk, x), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
-    x.segments(g, grid(g, "mlstm_pass_segments"), walk.device, stream);
+    x.segments(g, ctas_of(g), walk.device, stream);
 }
 
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
 
-std::int64_t pass_anchor_bytes(const PassWalk& walk, int slots) {
-    return static_cast<std::int64_t>(walk.batch) * walk.heads * anchor_slots(slots) * mlstm::shares(walk) *
+std::int64_t pass_anchor_bytes(const PassSizes& x, int slots) {
+    const PassWalk walk = mlstm::walk_of(x);
+    return static_cast<std::int64_t>(x.batch) * x.heads * anchor_slots(slots) * mlstm::shares(walk) *
            mlstm::slices(walk) * mlstm::kernels_for(walk).anchor_bytes;
 }
 
-int pass_flow_parts(const PassWalk& walk) {
+int pass_flow_parts(const PassSizes& x) {
+    const PassWalk walk = mlstm::walk_of(x);
     return mlstm::shares(walk) * mlstm::slices(walk) * mlstm::kernels_for(walk).state_warps;
 }
 
-void mlstm_pass(const MlstmPassParams& params, void* stream) {
-    mlstm::launch_walk(params, static_cast<cudaStream_t>(stream));
-}
+void mlstm_pass(const MlstmPassParams& params, void* stream) { mlstm::launch_walk(params, stream); }
 
 void mlstm_pass_segments(const MlstmSegmentsParams& params, void* stream) {
-    mlstm::launch_segments(params, static_cast<cudaStream_t>(stream));
+    mlstm::launch_segments(params, stream);
 }
 
 }  // namespace tfla_tk
