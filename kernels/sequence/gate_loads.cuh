@@ -23,18 +23,18 @@ __device__ inline float load_gate(const Gate& gate, int64_t offset) {
     }
 }
 
-// Stores a number at an offset in elements, rounded to the gate's type.
-__device__ inline void store_gate(const Gate& gate, int64_t offset, float x) {
-    void* const data = const_cast<void*>(gate.data);
+// Stores the number of a (batch, head)'s row, rounded to the gate's type.
+__device__ inline void store_gate(const Gate& gate, int batch, int head, int row, float x) {
+    const int64_t offset = batch * gate.batch_stride + head * gate.head_stride + row * gate.row_stride;
     switch (gate.dtype) {
         case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16(x);
+            static_cast<__nv_bfloat16*>(const_cast<void*>(gate.data))[offset] = __float2bfloat16(x);
             break;
         case DType::float16:
-            static_cast<__half*>(data)[offset] = __float2half(x);
+            static_cast<__half*>(const_cast<void*>(gate.data))[offset] = __float2half(x);
             break;
         default:
-            static_cast<float*>(data)[offset] = x;
+            static_cast<float*>(const_cast<void*>(gate.data))[offset] = x;
     }
 }
 
@@ -47,7 +47,6 @@ struct GateRows {
         : gate(gate), offset(batch * gate.batch_stride + head * gate.head_stride + row * gate.row_stride) {}
 
     __device__ inline float operator[](int t) const { return load_gate(gate, offset + t * gate.row_stride); }
-    __device__ inline void store(int t, float x) const { store_gate(gate, offset + t * gate.row_stride, x); }
 
     // The gates of this lane's two tokens of a chunk; `none` past `tokens`.
     __device__ inline float2 pair(int chunk, int tokens, float none) const {

@@ -42,7 +42,7 @@ __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel(
         for (int token = thread / kStrengthHeads; token < kStrengthTokens;
              token += kStrengthThreads / kStrengthHeads) {
             if (token >= tokens) continue;
-            GateRows(p.dbeta, batch, first_head + head, first_token).store(token, found[token][head]);
+            store_gate(p.dbeta, batch, first_head + head, first_token + token, found[token][head]);
         }
     }
 }

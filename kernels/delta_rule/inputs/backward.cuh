@@ -48,16 +48,16 @@ __device__ inline void differentiate_gates(const DeltaInputsBackwardParams& p) {
     tile.for_tokens(p.shape, [&](int batch, int t, int64_t token) {
         const int64_t place = token * p.shape.heads + tile.head;
         if (p.d_strength != nullptr) {
-            const Sigmoids s(tile.rows(p.beta, batch)[t]);
+            const Sigmoids s(tile.load(p.beta, batch, t));
             const float slope = (p.twice ? 2.f : 1.f) * s.of * s.of_minus;
-            tile.rows(p.d_beta, batch).store(t, p.d_strength[place] * slope);
+            store_gate(p.d_beta, batch, tile.head, t, p.d_strength[place] * slope);
         }
         if (p.d_log_decay != nullptr) {
-            const float x = tile.rows(p.g, batch)[t] + decay.bias, gradient = p.d_log_decay[place];
+            const float x = tile.load(p.g, batch, t) + decay.bias, gradient = p.d_log_decay[place];
             // the rate times the gradient alone may overflow
             const float d_g = gradient * (-decay.rate * Sigmoids(x).of);
             sum.x += gradient * (-decay.rate * softplus(x)), sum.y += d_g;
-            tile.rows(p.d_g, batch).store(t, d_g);
+            store_gate(p.d_g, batch, tile.head, t, d_g);
         }
     });
     if (p.sums != nullptr) write_sums(p, tile, sum);

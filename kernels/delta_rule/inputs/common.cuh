@@ -105,7 +105,9 @@ struct GateTile {
             f(static_cast<int>(index / seq), static_cast<int>(index % seq), token);
         }
     }
-    __device__ inline GateRows rows(const Gate& x, int batch) const { return GateRows(x, batch, head, 0); }
+    __device__ inline float load(const Gate& x, int batch, int token) const {
+        return load_gate(x, batch * x.batch_stride + token * x.row_stride + head * x.head_stride);
+    }
     __device__ inline float of_head(const Gate& x) const { return load_gate(x, head * x.head_stride); }
 };
 

@@ -24,9 +24,9 @@ __device__ inline void make_gates(const DeltaInputsParams& p) {
     tile.for_tokens(p.shape, [&](int batch, int t, int64_t token) {
         const int64_t place = token * p.shape.heads + tile.head;
         if (p.strength != nullptr)
-            p.strength[place] = (p.twice ? 2.f : 1.f) * Sigmoids(tile.rows(p.beta, batch)[t]).of;
+            p.strength[place] = (p.twice ? 2.f : 1.f) * Sigmoids(tile.load(p.beta, batch, t)).of;
         if (p.log_decay != nullptr)
-            p.log_decay[place] = -decay.rate * softplus(tile.rows(p.g, batch)[t] + decay.bias);
+            p.log_decay[place] = -decay.rate * softplus(tile.load(p.g, batch, t) + decay.bias);
     });
 }
 

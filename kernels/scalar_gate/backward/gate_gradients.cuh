@@ -78,33 +78,35 @@ struct LaneTokens {
     }
 };
 
-// The gates of these tokens, and the stores of their gradients.
+// The gates of these tokens.
 template <class P> struct TokenGates {
-    const Tile& tile;
-    const LaneTokens& lane;
     float2 i, f;
 
     template <class Globals>
-    __device__ inline TokenGates(const Globals& g, const Tile& tile, const LaneTokens& lane)
-        : tile(tile), lane(lane) {
+    __device__ inline TokenGates(const Globals& g, const Tile& tile, const LaneTokens& lane) {
         auto loader = [&](const Gate& gate) {
-            return [&](float none) { return lane.load(rows(gate), none); };
+            return [&](float none) {
+                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+            };
         };
         i = P::input(loader(g.i)), f = P::forget(loader(g.f));
     }
-    __device__ inline GateRows rows(const Gate& gate) const {
-        return GateRows(gate, tile.batch, tile.head, tile.first_row);
-    }
-    template <class Globals>
-    __device__ inline void store_gradients(const Globals& g, float2 k_dk, float2 dlf) const {
-        auto store = [&](int t, float k_dk, float dlf, float i, float f) {
-            if constexpr (P::kHasInput) rows(g.di).store(t, P::input_gradient(k_dk, i));
-            rows(g.df).store(t, P::forget_gradient(dlf, f));
-        };
-        if (lane.has_low) store(lane.low, k_dk.x, dlf.x, i.x, f.x);
-        if (lane.has_high) store(lane.high, k_dk.y, dlf.y, i.y, f.y);
-    }
 };
+
+// Stores the gates' gradients of these tokens. dlf: adds `flow` to each of two numbers.
+template <class P, class Globals, class Flow>
+__device__ inline void store_gradients(const Globals& g, const Tile& tile, const LaneTokens& lane,
+                                       const TokenGates<P>& gates, float2 k_dk, Flow flow, float2 sums) {
+    auto store = [&](const Gate& gate, int t, float x) {
+        store_gate(gate, tile.batch, tile.head, tile.first_row + t, x);
+    };
+    auto finish = [&](int t, float k_dk, float sum, float i, float f) {
+        if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
+        store(g.df, t, P::forget_gradient(static_cast<float>(flow + sum), f));
+    };
+    if (lane.has_low) finish(lane.low, k_dk.x, sums.x, gates.i.x, gates.f.x);
+    if (lane.has_high) finish(lane.high, k_dk.y, sums.y, gates.i.y, gates.f.y);
+}
 
 // RowSums of one chunk, by one warp: the sums of the lane's tokens, a few slices at a time, and the chunk's
 // sums, one slice per lane. NOTES: the constructor issues the loads of the first slices and the additions
@@ -323,7 +325,7 @@ __global__ __launch_bounds__(kTileThreads,
         const double flow =
             flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
         const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
-        gates.store_gradients(g, k, {static_cast<float>(flow + sums.x), static_cast<float>(flow + sums.y)});
+        store_gradients(g, tile, lane, gates, k, flow, sums);
     }
 }
 

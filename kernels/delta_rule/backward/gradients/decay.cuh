@@ -52,8 +52,9 @@ __global__ __launch_bounds__(kDecayThreads) void delta_decay_kernel(
         flow = warp_sum(flow);
         sums = mlstm::suffix_sums(sums);
         const float2 g = lane.load(GateRows(p.g, batch, head, first_row), 0.f);
+        const Gate to = p.dg;
         auto store = [&](int t, float sum, float g) {
-            GateRows(p.dg, batch, head, first_row).store(t, ScalarDecay::forget_gradient(flow + sum, g));
+            store_gate(to, batch, head, first_row + t, ScalarDecay::forget_gradient(flow + sum, g));
         };
         if (lane.has_low) store(lane.low, sums.x, g.x);
         if (lane.has_high) store(lane.high, sums.y, g.y);

@@ -54,7 +54,7 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_gate_gradients_kernel(
         const float2 given{q.x - k.x, q.y - k.y};
         flow = warp_sum(flow - (from_before ? given.x + given.y : 0.f));
         const float2 sums = suffix_sums(given);
-        gates.store_gradients(g, k, {flow + sums.x, flow + sums.y});
+        store_gradients(g, tile, lane, gates, k, flow, sums);
     }
 }
 
