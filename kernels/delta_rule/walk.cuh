@@ -150,6 +150,51 @@ struct WalkTask : Task {
     }
 };
 
+// Of accumulators and A operands whose columns are tokens: an accumulator times factors, in place; operands
+// likewise; an accumulator times factors, rounded to operands.
+template <class D, class Factors> __device__ inline void scale_accumulator(D& d, const Factors& by) {
+    each<0, D::width>([&](int j) {
+        const auto factors = by.of(j);
+        each<0, 4>([&](int k) { scale_in_place(d.tiles[0][j].data[k], factors.of[k / 2]); });
+    });
+}
+template <class A, int kCount, class Factors>
+__device__ inline void scale_fragments(A (&a)[kCount], const Factors& by) {
+    each<0, kCount>([&](int j) {
+        const auto& factors = by.of(j);
+        each<0, 4>([&](int k) {
+            auto& pair = a[j].tiles[0][0].data[k];
+            const float2 x = to_float2(pair), e = factors.of[k / 2];
+            pair = from_float2<typename A::dtype>({e.x * x.x, e.y * x.y});
+        });
+    });
+}
+template <class A, int kCount, class D, class Factors>
+__device__ inline void round_scaled(A (&to)[kCount], const D& d, const Factors& by) {
+    each<0, kCount>([&](int j) {
+        const auto& factors = by.of(j);
+        each<0, 4>([&](int k) {
+            const float2 x = d.tiles[0][j].data[k], e = factors.of[k / 2];
+            to[j].tiles[0][0].data[k] = from_float2<typename A::dtype>({e.x * x.x, e.y * x.y});
+        });
+    });
+}
+
+// W^T = V^T - e^b X^T in the place of X^T, and beta W^T, rounded, in that of V^T.
+template <class A, int kCount, class D, class Factors>
+__device__ inline void make_writers(A (&values)[kCount], D& x, const Factors& minus_read,
+                                    const Factors& beta) {
+    each<0, kCount>([&](int j) {
+        const auto factors = minus_read.of(j), betas = beta.of(j);
+        each<0, 4>([&](int k) {
+            auto& pair = values[j].tiles[0][0].data[k];
+            float2& w = x.tiles[0][j].data[k];
+            fma_in_place(w, factors.of[k / 2], to_float2(pair));
+            pair = from_float2<typename A::dtype>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
+        });
+    });
+}
+
 // Whether the walk makes its matrices: a maker in the place of the scorer makes A, the walkers make P
 // (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };
