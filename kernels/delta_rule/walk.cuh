@@ -195,6 +195,22 @@ __device__ inline void make_writers(A (&values)[kCount], D& x, const Factors& mi
     });
 }
 
+// A walk whose loop has its edge within a chunk, where no GEMM is in flight: begin<is first>(chunk), once
+// wait(chunk) has waited for it, then end(chunk).
+template <class Wait, class Begin, class End>
+__device__ inline void walk_in_halves(int chunks, Wait wait, Begin begin, End end) {
+    if (chunks <= 0) return;
+    wait(0);
+    begin.template operator()<true>(0);
+#pragma unroll 1
+    for (int chunk = 0; chunk + 1 < chunks; chunk++) {
+        end(chunk);
+        wait(chunk + 1);
+        begin.template operator()<false>(chunk + 1);
+    }
+    end(chunks - 1);
+}
+
 // Whether the walk makes its matrices: a maker in the place of the scorer makes A, the walkers make P
 // (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };

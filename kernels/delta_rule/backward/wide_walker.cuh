@@ -110,17 +110,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     begin_state(state, task.entering, [&](auto& tile) {
         load_state_transposed(tile, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     });
-    if (chunks > 0) {
-        wait_arrived(0);
-        begin_chunk.template operator()<true>(0);
-#pragma unroll 1
-        for (int step = 0; step + 1 < chunks; step++) {
-            end_chunk(step);
-            wait_arrived(step + 1);
-            begin_chunk.template operator()<false>(step + 1);
-        }
-        end_chunk(chunks - 1);
-    }
+    walk_in_halves(chunks, wait_arrived, begin_chunk, end_chunk);
     if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 

@@ -122,17 +122,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         warp::zero(state);
     warp::zero(x);
     pin(state), pin(x);
-    if (chunks > 0) {
-        wait_arrived(0);
-        begin_chunk.template operator()<true>(0);
-#pragma unroll 1
-        for (int chunk = 0; chunk + 1 < chunks; chunk++) {
-            end_chunk(chunk);
-            wait_arrived(chunk + 1);
-            begin_chunk.template operator()<false>(chunk + 1);
-        }
-        end_chunk(chunks - 1);
-    }
+    walk_in_halves(chunks, wait_arrived, begin_chunk, end_chunk);
     if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 

@@ -93,7 +93,7 @@ template <class P> struct TokenGates {
     }
 };
 
-// Stores the gates' gradients of these tokens. dlf: adds `flow` to each of two numbers.
+// Stores the gradients of these gates. flow + sums: dlf of each token.
 template <class P, class Globals, class Flow>
 __device__ inline void store_gradients(const Globals& g, const Tile& tile, const LaneTokens& lane,
                                        const TokenGates<P>& gates, float2 k_dk, Flow flow, float2 sums) {

@@ -1,6 +1,6 @@
 // What Python calls of the launcher of mLSTM's chunkwise kernels, or of those for a scalar decay.
 #include "scalar_gate/bindings/backward.h"
-#include "scalar_gate/bindings/params_gradients.h"
+#include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/params_walk.h"
 #include "sequence/read_arguments.h"
 

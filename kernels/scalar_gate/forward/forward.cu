@@ -68,8 +68,7 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
         throw std::runtime_error("mlstm_fwd: states are left with head dims of at most 128");
     const int64_t of_state = static_cast<int64_t>(walk.dim_qk) * walk.dim_v;
     const int states = walk.batch * walk.heads * slots;
-    // NOTES: a map of what is not there is of something else
-    const TensorMap of_h = map(p.h, walk.heads, walk.dim_v, kBoxRows);
+    const auto of_h = ResultMaps::of([&](int rows) { return map(p.h, walk.heads, walk.dim_v, rows); });
     Globals g{fwd_walk_globals(walk),
               map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
               walk.k,
@@ -77,15 +76,13 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
               GateWords(walk.i),
               GateWords(walk.f),
               of_h,
-              map(p.h, walk.heads, walk.dim_v, 1),
-              map(p.h, walk.heads, walk.dim_v, kChunk),
               p.last,
               p.row_n,
               p.row_m,
               p.chunk_m,
               slots ? TensorMap({p.left.states, states * of_state, of_state, walk.dim_qk}, 1, states,
                                 walk.dim_v, walk.dim_qk, kSliceV, walk.half)
-                    : of_h,
+                    : of_h.box,  // NOTES: a map of what is not there is of something else
               p.left,
               p.scale,
               p.eps,

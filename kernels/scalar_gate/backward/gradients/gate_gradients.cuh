@@ -19,7 +19,7 @@
 #pragma once
 
 #include "scalar_gate/backward/gate_gradients.cuh"
-#include "scalar_gate/bindings/params_gradients.h"
+#include "scalar_gate/bindings/params_backward.h"
 
 namespace tfla_tk::mlstm {
 
