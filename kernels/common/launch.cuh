@@ -56,6 +56,25 @@ template <int... kTiles, class Run> void with_tile(int wanted, const char* name,
         throw std::runtime_error(std::string(name) + ": no kernel has a tile of " + std::to_string(wanted));
 }
 
+// Calls run<T>() with the type of the operands.
+template <class Run> void with_type(bool half, Run run) {
+    half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
+}
+
+// Calls run<T, kKeys, kSlice>() with the type, the tile of the keys and the slice of the values of a CTA.
+// There are none with 256 of both.
+template <class Run> void with_type_and_tiles(bool half, int keys, int slice, const char* name, Run run) {
+    with_type(half, [&]<class T>() {
+        with_tile<64, 128, 256>(keys, name, [&]<int kKeys>() {
+            auto with_slice = [&]<int kSlice>() { run.template operator()<T, kKeys, kSlice>(); };
+            if constexpr (kKeys == 256)
+                with_tile<64, 128>(slice, name, with_slice);
+            else
+                with_tile<64, 128, 256>(slice, name, with_slice);
+        });
+    });
+}
+
 // Launches a kernel on `device`, which is current, with kSharedBytes of dynamic shared memory and clusters of
 // `cluster` consecutive CTAs.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>

@@ -16,13 +16,10 @@ inline int slots_of(const DeltaShape& s) {
 
 // Calls run<T, kDimK>() with the operands' type and the smallest tile that holds K.
 template <class Run> void with_type_and_tile(const DeltaShape& s, const char* name, Run run) {
-    with_tile<64, 128, 256>(s.dim_k <= 64    ? 64
-                            : s.dim_k <= 128 ? 128
-                                             : 256,
-                            name, [&]<int kDimK>() {
-                                s.half ? run.template operator()<kittens::half, kDimK>()
-                                       : run.template operator()<kittens::bf16, kDimK>();
-                            });
+    const int tile = s.dim_k <= 64 ? 64 : s.dim_k <= 128 ? 128 : 256;
+    with_type(s.half, [&]<class T>() {
+        with_tile<64, 128, 256>(tile, name, [&]<int kDimK>() { run.template operator()<T, kDimK>(); });
+    });
 }
 
 // Tensor maps of a call's operands.

@@ -74,17 +74,15 @@ template <template <class, int, int, int> class Config>
 void run_walk(const GlaForwardParams& p, void* stream) {
     constexpr int kSlice = 2 * kWalkerColumns;
     const auto slices = parts_of(p.shape.dim_v, kSlice);
-    auto run = [&]<class T, int kDimK>() {
-        if (p.walkers == 1)
-            launch_walk<Config<T, kDimK, 1, 1>>(p, stream);
-        else if (slices % 2 == 0)
-            launch_walk<Config<T, kDimK, 2, 2>>(p, stream);
-        else
-            launch_walk<Config<T, kDimK, 2, 1>>(p, stream);
-    };
-    with_tile<64, 128>(p.tile_k, "gla_walk", [&]<int kDimK>() {
-        p.shape.half ? run.template operator()<kittens::half, kDimK>()
-                     : run.template operator()<kittens::bf16, kDimK>();
+    with_type(p.shape.half, [&]<class T>() {
+        with_tile<64, 128>(p.tile_k, "gla_walk", [&]<int kDimK>() {
+            if (p.walkers == 1)
+                launch_walk<Config<T, kDimK, 1, 1>>(p, stream);
+            else if (slices % 2 == 0)
+                launch_walk<Config<T, kDimK, 2, 2>>(p, stream);
+            else
+                launch_walk<Config<T, kDimK, 2, 1>>(p, stream);
+        });
     });
 }
 

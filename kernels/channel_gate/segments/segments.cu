@@ -41,13 +41,11 @@ namespace tfla_tk {
 
 void gla_segments(const GlaSegmentsParams& p, void* stream) {
     using namespace channel_gate;
-    auto run = [&]<class T, int kDimV>() {
-        p.backward ? launch_segments<SumsConfig<T, kDimV, true>>(p, stream)
-                   : launch_segments<SumsConfig<T, kDimV, false>>(p, stream);
-    };
-    with_tile<64, 128>(p.shape.dim_v <= 64 ? 64 : 128, "gla_segments", [&]<int kDimV>() {
-        p.shape.half ? run.template operator()<kittens::half, kDimV>()
-                     : run.template operator()<kittens::bf16, kDimV>();
+    with_type(p.shape.half, [&]<class T>() {
+        with_tile<64, 128>(p.shape.dim_v <= 64 ? 64 : 128, "gla_segments", [&]<int kDimV>() {
+            p.backward ? launch_segments<SumsConfig<T, kDimV, true>>(p, stream)
+                       : launch_segments<SumsConfig<T, kDimV, false>>(p, stream);
+        });
     });
 }
 

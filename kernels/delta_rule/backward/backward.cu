@@ -40,14 +40,6 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, void* stream) 
                                                             stream, "delta_mirror");
 }
 
-template <class T> void launch_combine(const DeltaCombineParams& p, void* stream) {
-    const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, "delta_combine");
-    const int64_t units = static_cast<int64_t>(s.batch) * s.seq * (s.heads / s.group) * (s.dim_k / kUnit);
-    launch<delta_combine_kernel<T>>(p, parts_of(units, kCombineThreads), kCombineThreads, s.device, stream,
-                                    "delta_combine");
-}
-
 }  // namespace tfla_tk::delta_rule
 
 namespace tfla_tk {
@@ -62,8 +54,15 @@ void delta_mirror(const DeltaMirrorParams& p, void* stream) {
 }
 
 void delta_combine(const DeltaCombineParams& p, void* stream) {
-    p.shape.half ? delta_rule::launch_combine<kittens::half>(p, stream)
-                 : delta_rule::launch_combine<kittens::bf16>(p, stream);
+    using namespace delta_rule;
+    constexpr int kThreads = delta_rule::kCombineThreads;
+    const DeltaShape& s = p.shape;
+    const DeviceGuard guard(s.device, "delta_combine");
+    const int64_t units = static_cast<int64_t>(s.batch) * s.seq * (s.heads / s.group) * (s.dim_k / kUnit);
+    with_type(s.half, [&]<class T>() {
+        launch<delta_combine_kernel<T>>(p, parts_of(units, kThreads), kThreads, s.device, stream,
+                                        "delta_combine");
+    });
 }
 
 void delta_strength(const DeltaStrengthParams& p, void* stream) {

@@ -108,30 +108,6 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
     }
 }
 
-// Calls run<T, kDimQK, kSliceV, kNormalize>() with the operands' type, the tile, and whether there is a
-// normaliser.
-template <class Run> void with_tile_and_types(const MlstmFwdWalk& p, Run run) {
-    auto with_type = [&]<class T, int kDimQK, int kSliceV>() {
-        if (!p.normalize)
-            run.template operator()<T, kDimQK, kSliceV, false>();
-        else if constexpr (kMayNormalize)
-            run.template operator()<T, kDimQK, kSliceV, true>();
-        else
-            throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
-    };
-    auto with_slice = [&]<int kDimQK, int kSliceV>() {
-        p.half ? with_type.template operator()<half, kDimQK, kSliceV>()
-               : with_type.template operator()<bf16, kDimQK, kSliceV>();
-    };
-    with_tile<64, 128, 256>(p.tile_qk, "mlstm_fwd", [&]<int kDimQK>() {
-        auto with_key_tile = [&]<int kSliceV>() { with_slice.template operator()<kDimQK, kSliceV>(); };
-        if constexpr (kDimQK == 256)
-            with_tile<64, 128>(p.slice_v, "mlstm_fwd", with_key_tile);
-        else
-            with_tile<64, 128, 256>(p.slice_v, "mlstm_fwd", with_key_tile);
-    });
-}
-
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
@@ -152,12 +128,22 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
     return {offset(at_zero.arriving.c), offset(at_zero.arriving.n)};
 }
 
-void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
-    mlstm::with_tile_and_types(params.walk, [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
-        if (params.walk.cut.segments > params.walk.cut.sequences)
-            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(params.walk, stream);
-        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(params, stream);
-    });
+void mlstm_fwd(const MlstmFwdParams& p, void* stream) {
+    const MlstmFwdWalk& walk = p.walk;
+    auto run = [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
+        if (walk.cut.segments > walk.cut.sequences)
+            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(walk, stream);
+        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(p, stream);
+    };
+    with_type_and_tiles(walk.half, walk.tile_qk, walk.slice_v, "mlstm_fwd",
+                        [&]<class T, int kDimQK, int kSliceV>() {
+                            if (!walk.normalize)
+                                run.template operator()<T, kDimQK, kSliceV, false>();
+                            else if constexpr (kMayNormalize)
+                                run.template operator()<T, kDimQK, kSliceV, true>();
+                            else
+                                throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
+                        });
 }
 
 }  // namespace tfla_tk

@@ -73,14 +73,12 @@ template <class C> void launch_states(const GlaStatesParams& p, void* stream) {
 }
 
 template <StateWalk kWalk> void run_states(const GlaStatesParams& p, void* stream) {
-    auto run = [&]<class T, int kDimV>() {
-        if constexpr (kDimV <= 128)
-            if (p.walkers == 1) return launch_states<StatesConfig<T, kDimV, 1, kWalk>>(p, stream);
-        launch_states<StatesConfig<T, kDimV, 2, kWalk>>(p, stream);
-    };
-    with_tile<64, 128, 256>(p.tile_v, "gla_states", [&]<int kDimV>() {
-        p.shape.half ? run.template operator()<kittens::half, kDimV>()
-                     : run.template operator()<kittens::bf16, kDimV>();
+    with_type(p.shape.half, [&]<class T>() {
+        with_tile<64, 128, 256>(p.tile_v, "gla_states", [&]<int kDimV>() {
+            if constexpr (kDimV <= 128)
+                if (p.walkers == 1) return launch_states<StatesConfig<T, kDimV, 1, kWalk>>(p, stream);
+            launch_states<StatesConfig<T, kDimV, 2, kWalk>>(p, stream);
+        });
     });
 }
 

@@ -52,11 +52,10 @@ namespace tfla_tk {
 
 void delta_gradients(const DeltaGradientsParams& p, void* stream) {
     using namespace delta_rule;
-    auto run = [&]<class T>() {
+    with_type(p.shape.half, [&]<class T>() {
         p.flows ? launch_gradients<GradientsConfig<T, true>>(p, stream)
                 : launch_gradients<GradientsConfig<T, false>>(p, stream);
-    };
-    p.shape.half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
+    });
 }
 
 void delta_decay(const DeltaDecayParams& p, void* stream) {

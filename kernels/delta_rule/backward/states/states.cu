@@ -90,14 +90,12 @@ template <class C> void launch_states(const DeltaStatesParams& p, void* stream) 
 }
 
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
-    auto with_pair = [&]<class T>() {
+    with_type(p.shape.half, [&]<class T>() {
         if constexpr (kWalk == StateWalk::left)
             if (p.shared * slices_of(p.shape) == 2)
                 return launch_states<StatesConfig<T, kWalk, true>>(p, stream);
         launch_states<StatesConfig<T, kWalk>>(p, stream);
-    };
-    p.shape.half ? with_pair.template operator()<kittens::half>()
-                 : with_pair.template operator()<kittens::bf16>();
+    });
 }
 
 }  // namespace tfla_tk::delta_rule

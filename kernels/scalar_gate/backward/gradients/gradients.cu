@@ -55,23 +55,6 @@ template <class C> void launch_gradients(const MlstmGradientsParams& p, void* st
                                                                   "mlstm_gradients");
 }
 
-template <class T> void run_gradients(const MlstmGradientsParams& p, void* stream) {
-    if (std::max(p.dim_qk, p.dim_v) > p.tile)
-        throw std::runtime_error("mlstm_gradients: the tile does not hold the head dims");
-    auto run = [&]<bool kNormalizer, bool kSums>() {
-        with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
-            launch_gradients<GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
-        });
-    };
-    if constexpr (kMayNormalize) {
-        if (!p.flows) throw std::runtime_error("mlstm_gradients: the gradients of gates are always wanted");
-        p.e ? run.template operator()<true, true>() : run.template operator()<false, true>();
-    } else {
-        if (p.e) throw std::runtime_error("mlstm_gradients: a scalar decay has no normaliser");
-        p.flows ? run.template operator()<false, true>() : run.template operator()<false, false>();
-    }
-}
-
 template <class P> void run_gate_gradients(const MlstmGateGradientsParams& p, void* stream) {
     const GateSumsGlobals g{tile_globals(p), p.q_dq, p.k_dk, p.flows, p.parts, p.i, p.f, p.di, p.df,
                             p.chunk_m};
@@ -83,9 +66,23 @@ template <class P> void run_gate_gradients(const MlstmGateGradientsParams& p, vo
 
 namespace tfla_tk {
 
-void mlstm_gradients(const MlstmGradientsParams& params, void* stream) {
-    params.half ? mlstm::run_gradients<kittens::half>(params, stream)
-                : mlstm::run_gradients<kittens::bf16>(params, stream);
+void mlstm_gradients(const MlstmGradientsParams& p, void* stream) {
+    if (std::max(p.dim_qk, p.dim_v) > p.tile)
+        throw std::runtime_error("mlstm_gradients: the tile does not hold the head dims");
+    auto run = [&]<bool kNormalizer, bool kSums>() {
+        with_type(p.half, [&]<class T>() {
+            with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
+                mlstm::launch_gradients<mlstm::GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
+            });
+        });
+    };
+    if constexpr (kMayNormalize) {
+        if (!p.flows) throw std::runtime_error("mlstm_gradients: the gradients of gates are always wanted");
+        p.e ? run.template operator()<true, true>() : run.template operator()<false, true>();
+    } else {
+        if (p.e) throw std::runtime_error("mlstm_gradients: a scalar decay has no normaliser");
+        p.flows ? run.template operator()<false, true>() : run.template operator()<false, false>();
+    }
 }
 
 void mlstm_gate_gradients(const MlstmGateGradientsParams& params, void* stream) {

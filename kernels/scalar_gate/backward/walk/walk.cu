@@ -10,7 +10,7 @@ namespace tfla_tk::mlstm {
 
 // Calls run<C>() with the config of a walk, by its tile, its operands' type, and whether it has a normaliser.
 template <class Run> void with_config(const PassWalk& p, Run run) {
-    auto with_tiles = [&]<class T, int kDimKeys, int kSlice>() {
+    with_type_and_tiles(p.half, p.tile_keys, p.slice, "mlstm_pass", [&]<class T, int kDimKeys, int kSlice>() {
         if (p.gradient == Gradient::dv)
             return run.template operator()<PassConfig<T, kDimKeys, kSlice, Gradient::dv, false>>();
         auto with_normalizer = [&]<bool kNormalizer>() {
@@ -24,16 +24,6 @@ template <class Run> void with_config(const PassWalk& p, Run run) {
             throw std::runtime_error("mlstm_pass: a scalar decay has no normaliser");
         }
         throw std::runtime_error("mlstm_pass: slices of 256 columns are dv's alone");
-    };
-    with_tile<64, 128, 256>(p.tile_keys, "mlstm_pass", [&]<int kDimKeys>() {
-        auto with_slice = [&]<int kSlice>() {
-            p.half ? with_tiles.template operator()<half, kDimKeys, kSlice>()
-                   : with_tiles.template operator()<bf16, kDimKeys, kSlice>();
-        };
-        if constexpr (kDimKeys == 256)
-            with_tile<64, 128>(p.slice, "mlstm_pass", with_slice);
-        else
-            with_tile<64, 128, 256>(p.slice, "mlstm_pass", with_slice);
     });
 }
 
