@@ -98,14 +98,21 @@ template <class T> struct BlockOfWarp {
         } else {
             const uint32_t words = work + kShortGates + 4 * lane;
             const bool is_half = dtype == DType::float16;
-            each<first, first + 8>(
-                [&](int t) { total[t] = log_gates_of(load_word(words + t * kRowBytes), is_half); });
+            each<first, first + 8>([&](int t) {
+                const uint32_t word = load_word(words + t * kRowBytes);
+                const float2 x = to_float2(reinterpret_cast<const bf16_2&>(word));
+                const float2 y = to_float2(reinterpret_cast<const half_2&>(word));
+                total[t] = {is_half ? y.x : x.x, is_half ? y.y : x.y};
+            });
         }
         if (tokens < first + 8)
             each<first, first + 8>([&](int t) {
                 if (t >= tokens) total[t] = {0.f, 0.f};
             });
-        each<first, first + 8>([&](int t) { total[t] = gates_of(total[t]); });
+        each<first, first + 8>([&](int t) {
+            constexpr float kLog2e = 1.44269504f;
+            total[t] = {exp2f(total[t].x * kLog2e), exp2f(total[t].y * kLog2e)};
+        });
     }
 
     // q F and k G of blocks of two, of eight tokens, from rows of q and k. kStore: the operand of level 1
