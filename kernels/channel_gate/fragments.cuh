@@ -155,4 +155,15 @@ __device__ __forceinline__ float2 pick(bool first, float2 x, float2 y) {
     return {first ? x.x : y.x, first ? x.y : y.y};
 }
 
+// Two log gates of 16 bits, and e^g of two.
+__device__ __forceinline__ float2 log_gates_of(uint32_t word, bool is_half) {
+    const float2 x = to_float2(reinterpret_cast<const bf16_2&>(word));
+    const float2 y = to_float2(reinterpret_cast<const half_2&>(word));
+    return pick(is_half, y, x);
+}
+__device__ __forceinline__ float2 gates_of(float2 log) {
+    constexpr float kLog2e = 1.44269504f;
+    return {exp2f(log.x * kLog2e), exp2f(log.y * kLog2e)};
+}
+
 }  // namespace tfla_tk::channel_gate

@@ -1,5 +1,4 @@
 // Host half of GLA's kernels.
-#include "channel_gate/backward/backward.cu"
 #include "channel_gate/backward/states/states.cu"
 #include "channel_gate/forward/forward.cu"
 #include "channel_gate/segments/segments.cu"

@@ -162,7 +162,7 @@ template <class T, int kDimK, bool kMirrors> struct AroundMiddle {
     __device__ static __forceinline__ Operand128B rows_at(uint32_t address) {
         return {(address & 0x3FFFF) >> 4 | 1 << 16};
     }
-    __device__ static __forceinline__ void load_two(T2 (&x)[2], uint32_t address) {
+    template <class Word> __device__ static __forceinline__ void load_two(Word (&x)[2], uint32_t address) {
         auto* bits = reinterpret_cast<uint32_t*>(x);
         asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
                      : "=r"(bits[0]), "=r"(bits[1])
@@ -181,16 +181,11 @@ template <class T, int kDimK, bool kMirrors> struct AroundMiddle {
             const uint32_t words = of.work() + kShortGates + first * kRowBytes + lane.channel() * 2;
             const bool is_half = dtype == DType::float16;
             each<0, kTokens>([&](int i) {
-                bf16_2 word[2];
-                auto* bits = reinterpret_cast<uint32_t*>(word);
-                asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
-                             : "=r"(bits[0]), "=r"(bits[1])
-                             : "r"(words + i * kRowBytes)
-                             : "memory");
+                uint32_t word[2];
+                load_two(word, words + i * kRowBytes);
                 each<0, 2>([&](int n) {
-                    const float2 x = to_float2(word[n]);
-                    const float2 y = to_float2(reinterpret_cast<const half_2&>(word[n]));
-                    a[i][2 * n] = is_half ? y.x : x.x, a[i][2 * n + 1] = is_half ? y.y : x.y;
+                    const float2 x = log_gates_of(word[n], is_half);
+                    a[i][2 * n] = x.x, a[i][2 * n + 1] = x.y;
                 });
             });
         }

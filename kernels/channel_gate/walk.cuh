@@ -32,6 +32,12 @@ struct LogGates {
     }
 };
 
+// Zeros the rows of a block from `first` on, by one warp.
+__device__ inline void zero_bytes(void* rows, uint32_t row_bytes, int first) {
+    zero_units(reinterpret_cast<uint4*>(static_cast<char*>(rows) + first * row_bytes),
+               (kBlock - first) * row_bytes / sizeof(uint4));
+}
+
 // Prefetches kBytes into L2, by a whole warp.
 template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
     constexpr int kLine = 128, kLines = kBytes / kLine;

@@ -35,17 +35,10 @@ template <class Type, bool kIsForward> struct WritersOfBlock {
             each<0, kBlock>([&](int t) { a[t] = load_floats(floats_of(gates, t)); });
         } else {
             const bool is_half = dtype == DType::float16;
-            each<0, kBlock>([&](int t) {
-                const uint32_t word = load_word(gates + 4 * lane + t * kRowBytes);
-                const float2 x = to_float2(reinterpret_cast<const bf16_2&>(word));
-                const float2 y = to_float2(reinterpret_cast<const half_2&>(word));
-                a[t] = {is_half ? y.x : x.x, is_half ? y.y : x.y};
-            });
+            each<0, kBlock>(
+                [&](int t) { a[t] = log_gates_of(load_word(gates + 4 * lane + t * kRowBytes), is_half); });
         }
-        each<0, kBlock>([&](int t) {
-            constexpr float kLog2e = 1.44269504f;
-            a[t] = {exp2f(a[t].x * kLog2e), exp2f(a[t].y * kLog2e)};
-        });
+        each<0, kBlock>([&](int t) { a[t] = gates_of(a[t]); });
         __syncwarp();  // low parts of other lanes go to the same place
     }
 

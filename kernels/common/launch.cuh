@@ -39,6 +39,9 @@ inline int multiprocessors_of(int device, const char* name) {
 
 template <auto kKernel> inline LoadedKernel loaded_kernel{reinterpret_cast<const void*>(kKernel)};
 
+// How many parts of `size` hold x.
+template <class Size> Size parts_of(Size x, int size) { return (x + size - 1) / size; }
+
 // A grid of `x` times `y` CTAs; throws std::runtime_error where x exceeds the limit of a grid.
 inline dim3 grid_of(std::int64_t x, int y, const char* name) {
     if (x > std::numeric_limits<std::int32_t>::max())
@@ -53,14 +56,42 @@ template <int... kTiles, class Run> void with_tile(int wanted, const char* name,
         throw std::runtime_error(std::string(name) + ": no kernel has a tile of " + std::to_string(wanted));
 }
 
+// Calls run<T>() with the type of the operands.
+template <class Run> void with_type(bool half, Run run) {
+    half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
+}
+
+// Calls run<T, kKeys, kSlice>() with the type, the tile of the keys and the slice of the values of a CTA.
+// There are none with 256 of both.
+template <class Run> void with_type_and_tiles(bool half, int keys, int slice, const char* name, Run run) {
+    with_type(half, [&]<class T>() {
+        with_tile<64, 128, 256>(keys, name, [&]<int kKeys>() {
+            auto with_slice = [&]<int kSlice>() { run.template operator()<T, kKeys, kSlice>(); };
+            if constexpr (kKeys == 256)
+                with_tile<64, 128>(slice, name, with_slice);
+            else
+                with_tile<64, 128, 256>(slice, name, with_slice);
+        });
+    });
+}
+
 // Launches a kernel on `device`, which is current, with kSharedBytes of dynamic shared memory and clusters of
 // `cluster` consecutive CTAs.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>
-void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
-            const char* name, int cluster = 1) {
+void launch(const Arguments& arguments, dim3 grid, int threads, int device, void* stream, const char* name,
+            int cluster = 1) {
     static_assert(kSharedBytes <= kittens::MAX_SHARED_MEMORY);
-    launch_kernel(loaded_kernel<kKernel>, &arguments, grid, threads, kSharedBytes, device, stream, name,
-                  cluster);
+    launch_kernel(loaded_kernel<kKernel>, &arguments, grid, threads, kSharedBytes, device,
+                  static_cast<cudaStream_t>(stream), name, cluster);
+}
+template <auto kKernel, int kSharedBytes = 0, class Arguments>
+void launch(const Arguments& arguments, std::int64_t ctas, int threads, int device, void* stream,
+            const char* name, int cluster = 1) {
+    launch<kKernel, kSharedBytes>(arguments, grid_of(ctas, 1, name), threads, device, stream, name, cluster);
+}
+// Sets device memory to 0 before it.
+inline void launch_zeros(void* memory, std::size_t bytes, void* stream, const char* name) {
+    check_launch(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), name);
 }
 
 }  // namespace tfla_tk

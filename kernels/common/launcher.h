@@ -7,6 +7,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,10 +45,18 @@ class Arguments {
         if (at < all.size() && all[at].kind == Argument::Kind::none) return ++at, false;
         return true;
     }
-    // Address; strides of batch, head and row.
-    Operand operand() { return {pointer<void>(), integer(), integer(), integer()}; }
-    // The same, and the dtype.
-    Gate gate() { return {pointer<const void>(), integer(), integer(), integer(), dtype()}; }
+    Operand operand() { return read<Operand>(); }
+    Gate gate() { return read<Gate>(); }
+
+    template <class X> X read() {
+        X x{};
+        (*this)(x);
+        return x;
+    }
+    // Reads numbers, prepared addresses and structs with fields().
+    template <class... X> void operator()(X&... x) { (read_into(x), ...); }
+    // Whether the next argument is given.
+    void given(bool& so) { so = given(); }
 
     void end() const {
         if (at != all.size())
@@ -54,6 +64,18 @@ class Arguments {
     }
 
   private:
+    template <class X> void read_into(X& x) {
+        if constexpr (std::is_pointer_v<X>)
+            x = reinterpret_cast<X>(integer());
+        else if constexpr (std::is_same_v<X, bool>)
+            x = flag();
+        else if constexpr (std::is_same_v<X, float>)
+            x = real();
+        else if constexpr (std::is_integral_v<X> || std::is_enum_v<X>)
+            x = static_cast<X>(integer());
+        else
+            x.fields(*this);
+    }
     const Argument& next(Argument::Kind kind, const char* expected) {
         if (at >= all.size()) fail("takes more than the " + std::to_string(at) + " arguments that it got");
         if (all[at].kind != kind) fail("argument " + std::to_string(at) + ": expected " + expected);
@@ -85,6 +107,30 @@ struct Launcher {
 // The function that prepares kLaunch, with the parameters that kRead reads.
 template <auto kLaunch, auto kRead> LauncherFunction prepares(const char* name) {
     return {name, [](Arguments& x) { return prepared<kLaunch>(kRead(x)); }};
+}
+// The same where the parameters have fields().
+template <auto kLaunch> LauncherFunction prepares(const char* name) {
+    auto with_parameters = [&]<class Params>(void (*)(const Params&, void*)) {
+        return LauncherFunction{name, [](Arguments& x) { return prepared<kLaunch>(x.read<Params>()); }};
+    };
+    return with_parameters(kLaunch);
+}
+
+// The function that tells the number, or the array of numbers, which kTell makes of its arguments.
+template <auto kTell> LauncherFunction tells(const char* name) {
+    using Told = std::vector<std::int64_t>;
+    auto with_parameters = [&]<class Found, class... X>(Found (*)(X...)) {
+        return LauncherFunction{.name = name, .tell = [](Arguments& reader) {
+                                    std::tuple<std::remove_cvref_t<X>...> all;
+                                    std::apply(reader, all);
+                                    const auto found = std::apply(kTell, all);
+                                    if constexpr (std::is_integral_v<Found>)
+                                        return Told{found};
+                                    else
+                                        return Told{found.begin(), found.end()};
+                                }};
+    };
+    return with_parameters(kTell);
 }
 
 // Adds those of a cubin to the kernels that a launcher launches. Throws std::runtime_error.

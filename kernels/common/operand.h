@@ -1,4 +1,7 @@
 // Tensors as arguments of the kernels' host functions. This header compiles without CUDA.
+//
+// fields() of an argument struct gives its members in the order in which Python passes them: to Arguments
+// (launcher.h), which reads them, or to Addresses (prepared_launches.h), which finds the addresses in them.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +13,7 @@ struct Operand {
     void* data;
     std::int64_t batch_stride, head_stride, row_stride;
 
+    template <class Visit> void fields(Visit& visit) { visit(data, batch_stride, head_stride, row_stride); }
     bool operator==(const Operand&) const = default;
 };
 
@@ -20,6 +24,10 @@ struct Gate {
     const void* data;
     std::int64_t batch_stride, head_stride, row_stride;
     DType dtype;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(data, batch_stride, head_stride, row_stride, dtype);
+    }
 };
 
 }  // namespace tfla_tk

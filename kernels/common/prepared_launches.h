@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "common/operand.h"
@@ -19,18 +20,22 @@ class Addresses {
   public:
     explicit Addresses(const std::vector<std::int64_t>& starts) : starts(starts) {}
 
-    template <class T> void operator()(T*& pointer) const {
+    template <class... X> void operator()(X&... x) const { (place(x), ...); }
+    template <class... X> void all(X&... x) const { (*this)(x...); }
+    void given(bool&) const {}  // it is known already
+
+  private:
+    template <class T> void place(T*& pointer) const {
         const auto prepared = reinterpret_cast<std::int64_t>(pointer);
         if (prepared == 0) return;
         const std::int64_t start = starts.at((prepared >> kAddressBits) - 1);
         const std::int64_t offset = prepared & ((std::int64_t{1} << kAddressBits) - 1);
         pointer = reinterpret_cast<T*>(start == 0 ? 0 : start + offset);
     }
-    void operator()(Operand& x) const { (*this)(x.data); }
-    void operator()(Gate& x) const { (*this)(x.data); }
-    template <class... T> void all(T&... x) const { ((*this)(x), ...); }
+    template <class X> void place(X& x) const {
+        if constexpr (std::is_class_v<X>) x.fields(*this);
+    }
 
-  private:
     const std::vector<std::int64_t>& starts;
 };
 
@@ -39,6 +44,8 @@ class Launch {
     virtual ~Launch() = default;
     virtual void run(const Addresses& at, void* stream) const = 0;
 };
+
+template <class Params> void place(Params& x, const Addresses& at) { x.fields(at); }
 
 // A host function with its arguments. `void place(Params&, const Addresses&)` finds the addresses in them.
 template <class Params, void (*kFunction)(const Params&, void*)> class LaunchOf final : public Launch {

@@ -24,6 +24,31 @@ __device__ inline void multiply_step(D& d, A& a, uint64_t b, bool accumulate, bo
     kittens::warpgroup::mma_commit_group();
 }
 
+// Waits until no more than the last kSteps of all issued steps run.
+template <int kSteps> __device__ inline void wait_but() {
+    kittens::warpgroup::mma_async_wait<(kSteps < 7 ? kSteps : 7)>();
+}
+
+// Loads 16 tokens each of a panel, transposed. `address`: the panel plus transposed_lane_offset.
+template <class A, int kCount> __device__ inline void load_tokens(A (&to)[kCount], uint32_t address) {
+    each<0, kCount>([&](int j) { load_transposed(to[j], address + 16 * j * kPanelColumns * 2); });
+}
+
+// d += a times a tile whose columns are N, issued.
+template <class D, class A, int kCount, class Tile>
+__device__ inline void add_columns(D& d, A (&a)[kCount], const Tile& tile, bool first = true) {
+    const auto columns = Operand128B::columns(&tile, Tile::panel_bytes);
+    each<0, kCount>(
+        [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, first && j == 0); });
+}
+// The same where its rows are N.
+template <class D, class A, int kCount, class Tile>
+__device__ inline void add_rows(D& d, A (&a)[kCount], const Tile& tile) {
+    const auto rows = Operand128B::rows(&tile);
+    each<0, kCount>(
+        [&](int j) { multiply_step<false>(d, a[j], rows.row_step(Tile::panel_bytes, j), true, j == 0); });
+}
+
 template <class A, int kCount> __device__ inline void pin_all(A (&fragments)[kCount]) {
 #pragma unroll
     for (auto& a : fragments) pin(a);

@@ -40,18 +40,12 @@ __device__ inline void store_rows(const Task& task, bool packed, const TensorMap
 // sequence. NOTES: TMA takes its operands from uniform registers, so boxes of several lanes are issued in a
 // loop over lanes, eight instructions each.
 template <class Task, class Put>
-__device__ inline void store_chunk(const Task& task, bool packed, const TensorMap& chunks,
-                                   const TensorMap& boxes, const TensorMap& single_rows, const void* panel,
-                                   int chunk, Put put) {
-    if (packed && task.tokens - chunk * kChunk < kChunk)
-        return store_rows(task, packed, boxes, single_rows, panel, chunk, put);
-    if (fresh_laneid() == 0) put(chunks, shared_address(panel), task.first_row + chunk * kChunk);
-    commit_stores();
-}
-template <class Task, class Put>
 __device__ inline void store_chunk(const Task& task, bool packed, const ResultMaps& to, const void* panel,
                                    int chunk, Put put) {
-    store_chunk(task, packed, to.chunk, to.box, to.row, panel, chunk, put);
+    if (packed && task.tokens - chunk * kChunk < kChunk)
+        return store_rows(task, packed, to.box, to.row, panel, chunk, put);
+    if (fresh_laneid() == 0) put(to.chunk, shared_address(panel), task.first_row + chunk * kChunk);
+    commit_stores();
 }
 
 }  // namespace tfla_tk

@@ -336,6 +336,16 @@ __device__ inline void for_each_pair(Tile& tile, int row0, int column0, Body bod
                  column0 + 16 * j + 8 * (k / 2) + 2 * (lane % 4));
 }
 
+// The state that a walk begins with: by load(tile), zero where none is given.
+template <class Tile, class Load>
+__device__ inline void begin_state(Tile& tile, const float* given, Load load) {
+    if (given)
+        load(tile);
+    else
+        kittens::warp::zero(tile);
+    pin(tile);
+}
+
 // State tile from a [rows, columns] fp32 matrix in global memory, its rows `stride` apart; zeros outside it.
 template <class Tile>
 __device__ inline void load_state(Tile& tile, const float* matrix, int row0, int column0, int rows,

@@ -106,6 +106,14 @@ struct LateFactors {
     __device__ inline TokenFactors::Columns of(int j) const { return factors.columns(j, lane); }
 };
 
+// The same by a lane that is asked for anew each time, to save a register.
+struct FactorsAnew {
+    const TokenFactors& factors;
+
+    __device__ inline explicit FactorsAnew(const TokenFactors& factors) : factors(factors) {}
+    __device__ inline TokenFactors::Columns of(int j) const { return factors.columns(j, fresh_laneid()); }
+};
+
 // Where a warp loads the gates of a walk's next steps: of several steps to shared memory, or of one step to
 // registers.
 struct GateRing {
@@ -118,6 +126,16 @@ struct GateRegisters {
 };
 // Of walks that have the gates in shared memory.
 template <bool kIsThere> using GateRingIf = std::conditional_t<kIsThere, GateRing, Nothing>;
+
+// Calls scan(ring) with that of a walk, or with registers.
+template <class Ring, class Scan> __device__ inline void with_gate_ring(Ring& of_walk, Scan scan) {
+    if constexpr (std::is_same_v<Ring, GateRing>) {
+        scan(of_walk);
+    } else {
+        GateRegisters registers;
+        scan(registers);
+    }
+}
 
 // Loads gates Ring::kSteps steps before they are scanned.
 template <class Ring> class GatesAhead {

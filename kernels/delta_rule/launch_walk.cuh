@@ -1,10 +1,11 @@
-// Host side of the walks: tensor maps and grids.
+// Host side of the kernels of several passes: tensor maps and grids.
 #pragma once
 
 #include <stdexcept>
 
 #include "common/launch.cuh"
 #include "common/store_rows.cuh"
+#include "delta_rule/inputs/common.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -15,13 +16,10 @@ inline int slots_of(const DeltaShape& s) {
 
 // Calls run<T, kDimK>() with the operands' type and the smallest tile that holds K.
 template <class Run> void with_type_and_tile(const DeltaShape& s, const char* name, Run run) {
-    with_tile<64, 128, 256>(s.dim_k <= 64    ? 64
-                            : s.dim_k <= 128 ? 128
-                                             : 256,
-                            name, [&]<int kDimK>() {
-                                s.half ? run.template operator()<kittens::half, kDimK>()
-                                       : run.template operator()<kittens::bf16, kDimK>();
-                            });
+    const int tile = s.dim_k <= 64 ? 64 : s.dim_k <= 128 ? 128 : 256;
+    with_type(s.half, [&]<class T>() {
+        with_tile<64, 128, 256>(tile, name, [&]<int kDimK>() { run.template operator()<T, kDimK>(); });
+    });
 }
 
 // Tensor maps of a call's operands.
@@ -78,14 +76,24 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             s.seq,
             s.dim_k,
             s.dim_v,
-            (s.dim_v + kColumns - 1) / kColumns,
+            parts_of(s.dim_v, kColumns),
             scale,
             made,
             slots_of(s)};
 }
 
-inline dim3 walk_grid(const WalkGlobals& g, const char* name) {
-    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas, 1, name);
+inline std::int64_t ctas_of(const WalkGlobals& g) { return std::int64_t{g.cut.segments} * g.heads * g.ctas; }
+
+// Launches a kernel of InputsGlobals.
+template <auto kKernel, int kRowsOfBlock, class Params>
+void launch_inputs(const Params& p, bool rows, bool gates, void* stream, const char* name) {
+    const DeltaShape& s = p.shape;
+    const DeviceGuard guard(s.device, name);
+    const std::int64_t tokens = static_cast<std::int64_t>(s.batch) * s.seq;
+    const std::int64_t of_gates = gates ? parts_of(tokens, kInputTokens) * parts_of(s.heads, kGateHeads) : 0;
+    const std::int64_t of_rows = rows ? parts_of(tokens * (s.heads / s.group), kRowsOfBlock) : 0;
+    launch<kKernel>(InputsGlobals<Params>{p, static_cast<int>(of_gates)}, of_gates + of_rows, kInputThreads,
+                    s.device, stream, name);
 }
 
 }  // namespace tfla_tk::delta_rule

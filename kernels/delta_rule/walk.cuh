@@ -150,6 +150,67 @@ struct WalkTask : Task {
     }
 };
 
+// Of accumulators and A operands whose columns are tokens: an accumulator times factors, in place; operands
+// likewise; an accumulator times factors, rounded to operands.
+template <class D, class Factors> __device__ inline void scale_accumulator(D& d, const Factors& by) {
+    each<0, D::width>([&](int j) {
+        const auto factors = by.of(j);
+        each<0, 4>([&](int k) { scale_in_place(d.tiles[0][j].data[k], factors.of[k / 2]); });
+    });
+}
+template <class A, int kCount, class Factors>
+__device__ inline void scale_fragments(A (&a)[kCount], const Factors& by) {
+    each<0, kCount>([&](int j) {
+        const auto& factors = by.of(j);
+        each<0, 4>([&](int k) {
+            auto& pair = a[j].tiles[0][0].data[k];
+            const float2 x = to_float2(pair), e = factors.of[k / 2];
+            pair = from_float2<typename A::dtype>({e.x * x.x, e.y * x.y});
+        });
+    });
+}
+template <class A, int kCount, class D, class Factors>
+__device__ inline void round_scaled(A (&to)[kCount], const D& d, const Factors& by) {
+    each<0, kCount>([&](int j) {
+        const auto& factors = by.of(j);
+        each<0, 4>([&](int k) {
+            const float2 x = d.tiles[0][j].data[k], e = factors.of[k / 2];
+            to[j].tiles[0][0].data[k] = from_float2<typename A::dtype>({e.x * x.x, e.y * x.y});
+        });
+    });
+}
+
+// W^T = V^T - e^b X^T in the place of X^T, and beta W^T, rounded, in that of V^T.
+template <class A, int kCount, class D, class Factors>
+__device__ inline void make_writers(A (&values)[kCount], D& x, const Factors& minus_read,
+                                    const Factors& beta) {
+    each<0, kCount>([&](int j) {
+        const auto factors = minus_read.of(j), betas = beta.of(j);
+        each<0, 4>([&](int k) {
+            auto& pair = values[j].tiles[0][0].data[k];
+            float2& w = x.tiles[0][j].data[k];
+            fma_in_place(w, factors.of[k / 2], to_float2(pair));
+            pair = from_float2<typename A::dtype>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
+        });
+    });
+}
+
+// A walk whose loop has its edge within a chunk, where no GEMM is in flight: begin<is first>(chunk), once
+// wait(chunk) has waited for it, then end(chunk).
+template <class Wait, class Begin, class End>
+__device__ inline void walk_in_halves(int chunks, Wait wait, Begin begin, End end) {
+    if (chunks <= 0) return;
+    wait(0);
+    begin.template operator()<true>(0);
+#pragma unroll 1
+    for (int chunk = 0; chunk + 1 < chunks; chunk++) {
+        end(chunk);
+        wait(chunk + 1);
+        begin.template operator()<false>(chunk + 1);
+    }
+    end(chunks - 1);
+}
+
 // Whether the walk makes its matrices: a maker in the place of the scorer makes A, the walkers make P
 // (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };

@@ -12,6 +12,10 @@ struct Cut {
     int sequences;           // N
     int segments;            // of all sequences together; packed: an upper bound
     int segment_chunks;      // chunks of a segment, the last one of a sequence may have fewer
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(offsets, offsets_are_64bit, sequences, segments, segment_chunks);
+    }
 };
 
 // Slots per head of a per-chunk array. Chunk c of an unpacked sequence has slot c; chunk c of packed sequence

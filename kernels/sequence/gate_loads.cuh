@@ -23,6 +23,21 @@ __device__ inline float load_gate(const Gate& gate, int64_t offset) {
     }
 }
 
+// Stores the number of a (batch, head)'s row, rounded to the gate's type.
+__device__ inline void store_gate(const Gate& gate, int batch, int head, int row, float x) {
+    const int64_t offset = batch * gate.batch_stride + head * gate.head_stride + row * gate.row_stride;
+    switch (gate.dtype) {
+        case DType::bfloat16:
+            static_cast<__nv_bfloat16*>(const_cast<void*>(gate.data))[offset] = __float2bfloat16(x);
+            break;
+        case DType::float16:
+            static_cast<__half*>(const_cast<void*>(gate.data))[offset] = __float2half(x);
+            break;
+        default:
+            static_cast<float*>(const_cast<void*>(gate.data))[offset] = x;
+    }
+}
+
 // The gates of one (batch, head), starting at a row.
 struct GateRows {
     const Gate& gate;

@@ -19,8 +19,7 @@ __device__ inline uint32_t own_columns(const void* panel) {
 }
 template <class Fragment, int kCount>
 __device__ inline void load_columns(Fragment (&to)[kCount], const void* panel) {
-    const uint32_t columns = own_columns(panel);
-    each<0, kCount>([&](int j) { load_transposed(to[j], columns + 16 * j * kPanelColumns * 2); });
+    load_tokens(to, own_columns(panel));
 }
 
 // visit(j, k, first of the two tokens of data[k] of the j-th 16), where columns are tokens.
@@ -33,11 +32,25 @@ __device__ inline float2 pair_of(const float* factors, int token) {
     return *reinterpret_cast<const float2*>(&factors[token]);
 }
 
-// d += a times a tile whose columns are N, issued.
-template <class D, class Fragment, int kCount, class Tile>
-__device__ inline void add_columns(D& d, Fragment (&a)[kCount], const Tile& tile) {
-    const auto columns = Operand128B::columns(&tile, Tile::panel_bytes);
-    each<0, kCount>([&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
+// X^T = dS^T K^T. dS^T is rounded to A operands, which go to a tile for the keys' warpgroup, too.
+template <class X, class Fragment, int kCount, class Gradient, class Tile, class State>
+__device__ inline void read_gradient(X& x, Fragment (&fragments)[kCount], const Gradient& gradient,
+                                     const Tile& keys, State& to, int first_row, kittens::semaphore& ready) {
+    const auto rows = Operand128B::rows(&keys);
+    const uint32_t tile = shared_address(&to);
+    multiply_in_turns<Gradient::width>(
+        x, fragments,
+        [&](Fragment& a, int k) {
+            convert_fragment(a, gradient, k);
+            store_fragment<typename Fragment::T, State::rows>(tile, first_row, k, a.tiles[0][0].data);
+        },
+        [&](int k) { return rows.row_step(Tile::panel_bytes, k); },
+        [&](const Fragment& a, uint64_t b, int k) { wgmma_step<false>(x, a, 0, b, k > 0); },
+        [] { kittens::warpgroup::mma_commit_group(); },
+        [&] {
+            fence_async_proxy();
+            arrive_warp(ready);
+        });
 }
 
 // Hands a warp's rows of gated scores over in a tile; these have columns from `first` on. Zero right of the

@@ -92,7 +92,7 @@ KERNELS = (
           f"{_GPU}delta_rule.py::test_all_dims -k 'bf16 and zeros and chosen-128_128'",
           "delta_gradients_and_sums_bf16"),
     Fault("factor of what the left walk adds, K > 128", "kernels/delta_rule/backward/states/left.cuh",
-          "W::scale(read, keys, gates.update, 1.f);", "W::scale(read, keys, gates.read, 1.f);",
+          "W::scale(scaled, keys, gates.update, 1.f);", "W::scale(scaled, keys, gates.read, 1.f);",
           f"{_GPU}delta_rule.py::test_all_dims -k 'bf16 and zeros and (256_64 or 192_256)'",
           "delta_left_bf16"),
     Fault("diagonal block of a triangular merge", "kernels/sequence/triangular_solve.cuh",

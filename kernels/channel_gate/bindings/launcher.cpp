@@ -1,12 +1,16 @@
 // What Python calls of GLA's launcher.
-#include "channel_gate/bindings/backward.h"
-#include "channel_gate/bindings/forward.h"
-#include "channel_gate/bindings/segments.h"
-#include "channel_gate/bindings/states.h"
+#include "common/launcher.h"
+
+#include "channel_gate/bindings/params_backward.h"
+#include "sequence/read_arguments.h"
 
 const tfla_tk::Launcher* tfla_launcher() {
     using namespace tfla_tk;
-    static const Launcher launcher = joined(
-        {functions_of_forward(), functions_of_backward(), functions_of_states(), functions_of_segments()});
+    static const Launcher launcher =
+        joined({{{prepares<&gla_forward>("forward"), prepares<&gla_mirror>("mirror"),
+                  prepares<&gla_left>("left"), prepares<&gla_right>("right"),
+                  prepares<&gla_segments>("segments"), tells<&gla_part_bytes>("part_bytes"),
+                  tells<&gla_anchor_bytes>("anchor_bytes"), tells<&gla_sums_bytes>("sums_bytes")},
+                 {{"ANCHOR_CHUNKS", kAnchorChunks}}}});
     return &launcher;
 }

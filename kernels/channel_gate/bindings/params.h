@@ -13,6 +13,10 @@ struct ChannelShape {
     int batch, heads, seq, dim_k, dim_v;
     bool half;  // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(cut, batch, heads, seq, dim_k, dim_v, half, device);
+    }
 };
 
 // Gated linear attention, forward. With log gates g in R^K per token, natural logarithms:
@@ -36,9 +40,16 @@ struct GlaForwardParams {
     const float* borders;  // of gla_segments, where sequences are cut
     // O is a sum over K, so that launches one after the other, of a tile of 128 channels, may take some
     // each. The last one writes O.
-    int other_dim_k;         // channels of the others: rows of the states between those of two heads
-    void* part;              // of gla_part_bytes: what a launch leaves of O for the next one
-    bool is_first, is_last;  // of these
+    bool is_slice;    // there are others
+    int other_dim_k;  // channels of the others: rows of the states between those of two heads
+    void* part;       // of gla_part_bytes: what a launch leaves of O for the next one
+    bool is_first = true, is_last = true;  // of these
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, v, o, g, g_dtype, initial, last, scale, tile_k, walkers, borders);
+        visit.given(is_slice);
+        if (is_slice) visit(other_dim_k, part, is_first, is_last);
+    }
 };
 
 // The states at the borders between segments, from which the walks of all segments begin at once:
@@ -56,6 +67,10 @@ struct GlaSegmentsParams {
     float* decays;          // [slots, heads, K]: of the segment that a border's sum is of
     float scale;            // s
     bool backward;          // in time
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, keys, values, g, g_dtype, entering, borders, decays, scale, backward);
+    }
 };
 
 std::int64_t gla_part_bytes(const ChannelShape& shape, int walkers);

@@ -43,9 +43,19 @@ struct GlaStatesParams {
     // Results are of sums over V, so that launches one after the other, of a tile of 256 columns, may
     // take a slice of V each: v, dout, the states and anchors are of a slice then. The last one makes the
     // results; of flows, those after the first add theirs.
-    int other_dim_v;         // columns of the others, between two rows of the states
-    void* sums;              // of gla_sums_bytes: what the walk hands from slice to slice; null: one launch
-    bool is_first, is_last;  // slice
+    bool is_slice;                         // there are others
+    int other_dim_v;                       // columns of the others, between two rows of the states
+    void* sums;                            // of gla_sums_bytes: what the walk hands from slice to slice
+    bool is_first = true, is_last = true;  // slice
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, v, dout, g, g_dtype, result);
+        visit.given(needs_dg);
+        if (needs_dg) visit(inflow, dg, d_last, flows, anchors);
+        visit(entering, scale, tile_v, walkers, borders, d_borders);
+        visit.given(is_slice);
+        if (is_slice) visit(other_dim_v, sums, is_first, is_last);
+    }
 };
 
 std::int64_t gla_anchor_bytes(const ChannelShape& shape, int tile_v);  // of a slice of V

@@ -191,11 +191,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto state_size = [&] { return static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v; };
     const float* const entering =
         task.template entering<C::kBackward>(g.initial, g.borders, g.heads, state_size());
-    if (entering)
-        load_state_transposed(state, entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
-    else
-        warp::zero(state);
-    pin(state);
+    begin_state(state, entering, [&](auto& tile) {
+        load_state_transposed(tile, entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    });
     if (chunks > 0) {
         load_part(0);
         wait_arrived(0);

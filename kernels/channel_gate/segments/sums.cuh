@@ -38,9 +38,7 @@ template <class C> __device__ inline void load_blocks(const SegmentsGlobals& g, 
         __syncwarp();
         if (!tail) continue;
         wait(smem.tail_landed, 0);
-        const uint32_t row_bytes = g.gate_row_bytes();  // the rows behind belong to the next sequence
-        zero_units(reinterpret_cast<uint4*>(reinterpret_cast<char*>(stage.gates) + tokens * row_bytes),
-                   (kBlock - tokens) * row_bytes / sizeof(uint4));
+        zero_bytes(stage.gates, g.gate_row_bytes(), tokens);  // the rows behind belong to the next sequence
         zero_rows(stage.keys, tokens), zero_rows(stage.values, tokens);
         fence_async_proxy();
         __syncwarp();

@@ -14,19 +14,16 @@
 //   delta_strength  gives dbeta of the sums that a walk leaves
 //   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
 // Equations: bindings/params.h and docs/delta-rule-backward.md.
-#include <stdexcept>
-
 #include "common/launch.cuh"
 #include "delta_rule/backward/combine.cuh"
 #include "delta_rule/backward/kernel.cuh"
 #include "delta_rule/backward/strength.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
-#include "delta_rule/split/launch.cuh"
 
 namespace tfla_tk::delta_rule {
 
-template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
+template <class C> void launch_mirror(const DeltaMirrorParams& p, void* stream) {
     const DeviceGuard guard(p.shape.device, "delta_mirror");
     const OperandMaps maps(p.shape);
     // NOTES: maps of what a walk does not use are of something else
@@ -39,42 +36,49 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.strengths,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
     };
-    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                            p.shape.device, stream, "delta_mirror");
-}
-
-template <class T, int kDimK> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
-    if constexpr (kDimK <= 128)
-        launch_mirror<MirrorConfig<T, kDimK, 2>>(p, stream);
-    else if (p.walkers == 1)
-        launch_mirror<MirrorConfig<T, kDimK, 1>>(p, stream);
-    else
-        launch_mirror<MirrorConfig<T, kDimK, 2>>(p, stream);
+    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, ctas_of(g), C::kThreads, p.shape.device,
+                                                            stream, "delta_mirror");
 }
 
 }  // namespace tfla_tk::delta_rule
 
 namespace tfla_tk {
 
-void delta_mirror(const DeltaMirrorParams& params, void* stream) {
-    delta_rule::with_type_and_tile(params.shape, "delta_mirror", [&]<class T, int kDimK>() {
-        delta_rule::run_mirror<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+void delta_mirror(const DeltaMirrorParams& p, void* stream) {
+    using namespace delta_rule;
+    with_type_and_tile(p.shape, "delta_mirror", [&]<class T, int kDimK>() {
+        if constexpr (kDimK > 128)
+            if (p.walkers == 1) return launch_mirror<MirrorConfig<T, kDimK, 1>>(p, stream);
+        launch_mirror<MirrorConfig<T, kDimK, 2>>(p, stream);
     });
 }
 
-void delta_combine(const DeltaCombineParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)
-                      : delta_rule::launch_combine<kittens::bf16>(params, s);
+void delta_combine(const DeltaCombineParams& p, void* stream) {
+    using namespace delta_rule;
+    constexpr int kThreads = delta_rule::kCombineThreads;
+    const DeltaShape& s = p.shape;
+    const DeviceGuard guard(s.device, "delta_combine");
+    const int64_t units = static_cast<int64_t>(s.batch) * s.seq * (s.heads / s.group) * (s.dim_k / kUnit);
+    with_type(s.half, [&]<class T>() {
+        launch<delta_combine_kernel<T>>(p, parts_of(units, kThreads), kThreads, s.device, stream,
+                                        "delta_combine");
+    });
 }
 
-void delta_strength(const DeltaStrengthParams& params, void* stream) {
-    delta_rule::launch_strength(params, static_cast<cudaStream_t>(stream));
+void delta_strength(const DeltaStrengthParams& p, void* stream) {
+    using namespace delta_rule;
+    const DeltaShape& s = p.shape;
+    const DeviceGuard guard(s.device, "delta_strength");
+    const std::int64_t ctas = parts_of(s.seq, kStrengthTokens) * s.batch * parts_of(s.heads, kStrengthHeads);
+    launch<delta_strength_kernel>(p, ctas, kStrengthThreads, s.device, stream, "delta_strength");
 }
 
-void delta_inputs_backward(const DeltaInputsBackwardParams& params, void* stream) {
-    delta_rule::with_type_and_tile(params.shape, "delta_inputs_backward", [&]<class T, int kDimK>() {
-        delta_rule::run_inputs_backward<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+void delta_inputs_backward(const DeltaInputsBackwardParams& p, void* stream) {
+    using namespace delta_rule;
+    with_type_and_tile(p.shape, "delta_inputs_backward", [&]<class T, int kDimK>() {
+        launch_inputs<delta_inputs_backward_kernel<T, kDimK>, Row<T, kDimK>::kRows>(
+            p, p.dq.data != nullptr, p.d_strength != nullptr || p.d_log_decay != nullptr, stream,
+            "delta_inputs_backward");
     });
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/kernel.cuh"
-#include "common/launch.cuh"
 #include "common/tiles.cuh"
 #include "delta_rule/bindings/params.h"
 
@@ -77,15 +76,6 @@ __global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
         dq.store(p.dq, offset(p.dq, head));
         dk.store(p.dk, offset(p.dk, head));
     }
-}
-
-template <class T> void launch_combine(const DeltaCombineParams& p, cudaStream_t stream) {
-    const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, "delta_combine");
-    const int64_t units = static_cast<int64_t>(s.batch) * s.seq * (s.heads / s.group) * (s.dim_k / kUnit);
-    launch<delta_combine_kernel<T>>(
-        p, grid_of((units + kCombineThreads - 1) / kCombineThreads, 1, "delta_combine"), kCombineThreads,
-        s.device, stream, "delta_combine");
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -31,7 +31,7 @@ __global__ __launch_bounds__(C::kThreads,
             if (warp == 0)
                 load_tiles(g, smem);
             else if (warp == 1)
-                scan_gates(g, smem);
+                with_gate_ring(smem.gate_ring, [&](auto& ring) { scan_gates(g, smem, ring); });
             else if (C::kIsWide && warp - 2 < C::kWalkers)
                 store_gradients(g, smem, warp - 2);
         } else if (C::kHasScorer && warpgroup_id > C::kWalkers) {

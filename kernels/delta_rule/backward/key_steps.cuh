@@ -24,10 +24,6 @@ template <class C> struct KeySteps {
     static constexpr int kStateSteps = C::kDimV / 16, kTokenSteps = kChunk / 16;
     using Factors = Fragment[kTokenSteps];  // 16 columns of K of a chunk, transposed
 
-    // Until no more than the last kSteps of all issued ones run.
-    template <int kSteps> __device__ static inline void wait_but() {
-        warpgroup::mma_async_wait<std::min(kSteps, 7)>();
-    }
     // d = state X^T for a tile X of values
     __device__ static inline void read_state(Tokens& d, Fragment* state, const typename C::Values& tile) {
         const auto rows = Operand128B::rows(&tile);
@@ -36,29 +32,6 @@ template <class C> struct KeySteps {
             multiply_step<false>(d, state[k], rows.row_step(C::Values::panel_bytes, k), k > 0, k == 0);
         });
     }
-    // d += factors X^T for scores X
-    __device__ static inline void add_rows(Tokens& d, Factors& factors, const typename C::Square& scores) {
-        const auto rows = Operand128B::rows(&scores);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, factors[j], rows.at(j * 32), true, j == 0); });
-    }
-    // d += factors X for scores X
-    __device__ static inline void add_columns(Tokens& d, Factors& factors, const typename C::Square& scores,
-                                              bool first) {
-        const auto columns = Operand128B::columns(&scores, C::Square::panel_bytes);
-        each<0, kTokenSteps>([&](int j) {
-            multiply_step<true>(d, factors[j], columns.column_step(j), true, first && j == 0);
-        });
-    }
-    // state += scaled X for a tile X of values
-    __device__ static inline void add_to_state(State& state, Fragment* scaled, const typename C::Values& tile,
-                                               bool first) {
-        const auto columns = Operand128B::columns(&tile, C::Values::panel_bytes);
-        each<0, kTokenSteps>([&](int j) {
-            multiply_step<true>(state, scaled[j], columns.column_step(j), true, first && j == 0);
-        });
-    }
-
     __device__ static inline float2 times(float2 x, float constant) {
         return {constant * x.x, constant * x.y};
     }

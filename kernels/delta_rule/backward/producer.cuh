@@ -62,14 +62,6 @@ __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem,
     }
     wait_copies();
 }
-template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem) {
-    if constexpr (C::kHasGateRing) {
-        scan_gates(g, smem, smem.gate_ring);
-    } else {
-        GateRegisters registers;
-        scan_gates(g, smem, registers);
-    }
-}
 
 // One warp per walker: dV out of a stage.
 template <class C>

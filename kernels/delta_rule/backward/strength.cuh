@@ -42,21 +42,9 @@ __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel(
         for (int token = thread / kStrengthHeads; token < kStrengthTokens;
              token += kStrengthThreads / kStrengthHeads) {
             if (token >= tokens) continue;
-            const Gate& to = p.dbeta;
-            const int64_t offset = batch * to.batch_stride + (first_head + head) * to.head_stride +
-                                   (first_token + token) * to.row_stride;
-            store_gate(to, offset, found[token][head]);
+            store_gate(p.dbeta, batch, first_head + head, first_token + token, found[token][head]);
         }
     }
-}
-
-inline void launch_strength(const DeltaStrengthParams& p, cudaStream_t stream) {
-    const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, "delta_strength");
-    auto tiles = [](std::int64_t x, int of) { return (x + of - 1) / of; };
-    const std::int64_t ctas = tiles(s.seq, kStrengthTokens) * s.batch * tiles(s.heads, kStrengthHeads);
-    launch<delta_strength_kernel>(p, grid_of(ctas, 1, "delta_strength"), kStrengthThreads, s.device, stream,
-                                  "delta_strength");
 }
 
 }  // namespace tfla_tk::delta_rule

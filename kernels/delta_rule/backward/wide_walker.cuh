@@ -21,7 +21,6 @@ namespace tfla_tk::delta_rule {
 template <class C>
 __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
     using T = typename C::T;
-    using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     rt_fl<16, C::kDimK> state;        // dS^T
@@ -35,23 +34,6 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
-    // d += a B, B's columns are N
-    auto multiply_square = [&](auto& d, Fragment(&a)[kTokenSteps], const typename C::Square& square) {
-        const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
-    };
-    // state += a B
-    auto add_to_state = [&](Fragment(&a)[kTokenSteps], const typename C::Tile& tile, bool first) {
-        const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(state, a[j], columns.column_step(j), true, first && j == 0); });
-    };
-    auto load_tokens = [&](const typename C::Columns& tile) {
-        const uint32_t address = shared_address(&tile) + lane_offset;
-        each<0, kTokenSteps>(
-            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
-    };
     auto wait_arrived = [&](int step) {
         const Use<C::kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
@@ -78,14 +60,11 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         each<0, 4 * kStateSteps>(
             [&](int i) { scale_in_place(state.tiles[0][i / 4].data[i % 4], {decay, decay}); });
         pin(state);
-        load_tokens(stage.douts[walker]);  // 2
+        load_tokens(tokens, shared_address(&stage.douts[walker]) + lane_offset);  // 2
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.update.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
-        });
-        multiply_square(x, tokens, stage.p);
+        scale_accumulator(x, FactorsAnew(gates.update));
+        add_columns(x, tokens, stage.p);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(tokens);
     };
@@ -94,36 +73,17 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         const int chunk = chunks - 1 - step, slot = Use<C::kStages>(step).slot;
         MirrorStage<C>& stage = smem.stages[slot];
         const MirrorGates<C>& gates = smem.gates[slot];
-        each<0, kTokenSteps>([&](int j) {  // 3
-            const auto factors = gates.beta.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                fragments[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
-        multiply_square(x, fragments, stage.a);
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.out.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                T2& pair = tokens[j].tiles[0][0].data[k];
-                const float2 y = to_float2(pair), e = factors.of[k / 2];
-                pair = from_float2<T2>({e.x * y.x, e.y * y.y});
-            });
-        });
-        add_to_state(tokens, stage.queries, true);
+        round_scaled(fragments, x, FactorsAnew(gates.beta));  // 3
+        add_columns(x, fragments, stage.a);
+        scale_fragments(tokens, FactorsAnew(gates.out));
+        add_columns(state, tokens, stage.queries);
         warpgroup::mma_async_wait<kTokenSteps>();  // 4
         pin(x), pin_each(fragments);
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.minus_read.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                fragments[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
-        add_to_state(fragments, stage.keys, false);
+        round_scaled(fragments, x, FactorsAnew(gates.minus_read));
+        add_columns(state, fragments, stage.keys, false);
         warpgroup::mma_async_wait<kTokenSteps>();  // 5
         pin_each(tokens);
-        load_tokens(stage.writes[walker]);
+        load_tokens(tokens, shared_address(&stage.writes[walker]) + lane_offset);
         if (column() < g.dim_v) {
             auto [token, of] = token_sums(fresh_laneid(), [&](int j, int k) {
                 const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
@@ -137,10 +97,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
             float* const to = g.strengths + column() / kSumColumns * g.rows + head * g.seq + task.first_row;
             TwoSums{token, of}.store(to + chunk * kChunk, task.tokens - chunk * kChunk);
         }
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.beta.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
-        });
+        scale_accumulator(x, FactorsAnew(gates.beta));
         // each warp puts it in the place of its own 16 columns of dO, which none but it has read
         store_transposed<T>(shared_address(&stage.douts[walker]) + lane_offset, x);
         fence_async_proxy();
@@ -150,22 +107,10 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         arrive_warp(smem.free[slot]);
     };
 
-    if (task.entering)
-        load_state_transposed(state, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
-    else
-        warp::zero(state);
-    pin(state);
-    if (chunks > 0) {
-        wait_arrived(0);
-        begin_chunk.template operator()<true>(0);
-#pragma unroll 1
-        for (int step = 0; step + 1 < chunks; step++) {
-            end_chunk(step);
-            wait_arrived(step + 1);
-            begin_chunk.template operator()<false>(step + 1);
-        }
-        end_chunk(chunks - 1);
-    }
+    begin_state(state, task.entering, [&](auto& tile) {
+        load_state_transposed(tile, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    });
+    walk_in_halves(chunks, wait_arrived, begin_chunk, end_chunk);
     if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 

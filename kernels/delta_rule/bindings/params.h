@@ -48,6 +48,10 @@ struct DeltaShape {
     int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(cut, batch, heads, seq, dim_k, dim_v, group, half, device);
+    }
 };
 
 // Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone,
@@ -63,6 +67,8 @@ struct DeltaMatricesParams {
     void *a, *p;          // p: null where the walks make it (scorer.cuh)
     float scale;          // s
     ChunkBounds* bounds;  // [batch * heads, slots, 4]: of every chunk, sums of four parts; null: not wanted
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, q, k, g, beta, a, p, scale, bounds); }
 };
 
 // The leads of a split's segments, from the bounds.
@@ -74,6 +80,8 @@ struct DeltaLeadsParams {
     int* leads;
     int longest;
     bool both;  // the second half is wanted
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, bounds, leads, longest, both); }
 };
 
 // The walk of the forward over chunks:
@@ -99,6 +107,11 @@ struct DeltaForwardParams {
     // The walk makes A and P itself (chunk_matrices/in_walk.cuh), and stores A where a is not null: with two
     // walkers, 64 < K <= 128, whole sequences and no makers.
     bool makes_matrices;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, v, o, writes, g, beta, a, p, made, initial, last, carried, leads, borders, states);
+        visit(scale, walkers, makers, makes_matrices);
+    }
 };
 
 // The mirror of that walk, backward in time. With dS the gradient of the state that leaves a chunk:
@@ -121,6 +134,11 @@ struct DeltaMirrorParams {
     float* borders;    // dS at the borders between segments, with K of more than 128
     float scale;
     int walkers;  // with K of more than 128, else two
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, dout, writes, dv, g, beta, a, p, strengths, d_last, d_initial, carried, leads);
+        visit(borders, scale, walkers);
+    }
 };
 
 // dq, dk and dV in one walk backward in time, K up to 128. With U = beta U', S the state that enters a chunk,
@@ -146,6 +164,11 @@ struct DeltaGradientsParams {
     // k.right what goes through dS. Per chunk e^{b_L} <S, dS>, [kKeysWarps * slices, batch, heads, slots]
     float *token_sums, *flows;
     float scale;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, dout, writes, dq, dk, turns, dv, g, beta, a, states, d_last, d_initial, carried);
+        visit(leads, strengths, token_sums, flows, scale);
+    }
 };
 
 // The gradient of the log decay from these.
@@ -154,6 +177,8 @@ struct DeltaDecayParams {
     int slots;         // of chunks, per head
     Gate g, dg;        // dg: written
     const float *token_sums, *flows;
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, slots, g, dg, token_sums, flows); }
 };
 constexpr int kDecayChunks = 8;
 constexpr int kSliceColumns = 128;  // of V, of a CTA of that walk
@@ -173,6 +198,10 @@ struct DeltaMapsParams {
     const int* leads;
     float* maps;  // null: not wanted
     float* transposed;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, k, v, g, beta, a, initial, carried, leads, maps, transposed);
+    }
 };
 
 // The states that enter the segments of a split from those walks, in place; in the order of time
@@ -183,6 +212,8 @@ struct DeltaCarryParams {
     const int* leads;
     const float* maps;  // M transposed; backward: M
     bool backward;
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, carried, leads, maps, backward); }
 };
 
 // The gradients of q and k where the walks leave several parts of each, which are summed in fp32.
@@ -191,6 +222,8 @@ struct DeltaCombineParams {
     Operand dq, dk;              // [B, heads / group, S, K]
     DeltaShape shape;            // cut and dim_v are not read
     bool of_floats;              // the parts are fp32
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, dq_parts, dk_parts, dq, dk, of_floats); }
 };
 
 // dbeta of the sums that a walk leaves.
@@ -199,6 +232,8 @@ struct DeltaStrengthParams {
     const float* sums;  // [parts, batch, heads, seq]
     int parts;
     Gate dbeta;  // written
+
+    template <class Visit> void fields(Visit& visit) { visit(shape, sums, parts, dbeta); }
 };
 
 // All throw std::runtime_error on a refused launch.

@@ -22,6 +22,10 @@ struct DeltaInputsParams {
     Gate a_log, dt_bias;          // per head; dt_bias.data is null: zero
     float *strength, *log_decay;  // what beta and g are made into, [batch, seq, heads]
     bool twice;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, unit_q, unit_k, beta, g, a_log, dt_bias, strength, log_decay, twice);
+    }
 };
 
 // The gradients of the raw inputs from those of what they are made into:
@@ -38,6 +42,11 @@ struct DeltaInputsBackwardParams {
     Gate d_beta, d_g;                       // written
     float* sums;                            // [2, parts, heads]
     bool twice;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, dq, dk, beta, g, a_log, dt_bias, d_strength, d_log_decay, d_beta, d_g, sums,
+              twice);
+    }
 };
 
 // Both throw std::runtime_error on a refused launch.

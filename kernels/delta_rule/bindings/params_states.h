@@ -45,6 +45,11 @@ struct DeltaStatesParams {
     void* low;
     float scale;  // s
     int shared;   // neighbouring heads of v that share a head of dq, left and dk; it divides the group
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, writes, dout, dv, dq, left, dk, g, beta, entering, leaving, borders);
+        visit(whole, inter, anchors, flows, written, low, scale, shared);
+    }
 };
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);

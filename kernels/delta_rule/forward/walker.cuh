@@ -46,14 +46,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
 
     [[maybe_unused]] ScoresInWalk<C> scores;
 
-    // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<std::min(kSteps, 7)>(); };
-    // d += tokens B^T
-    auto multiply_square = [&](auto& d, const typename C::Square& square) {
-        const auto rows = Operand128B::rows(&square);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
-    };
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
     // phase before is over.
     auto wait_arrived = [&](int chunk) {
@@ -97,12 +89,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         if constexpr (follows) {  // 2
-            wait_but.template operator()<kStateSteps>();
+            wait_but<kStateSteps>();
             pin(out), pin_all(tokens);
         }
-        each<0, kTokenSteps>([&](int j) {
-            load_transposed(tokens[j], values_of(chunk) + 16 * j * kPanelColumns * sizeof(T));
-        });
+        load_tokens(tokens, values_of(chunk));
         // each warp puts it in the place of its own 16 columns of V, which none but it has read
         if constexpr (follows) store_transposed<T>(values_of(chunk - 1), out);
         if (keeps_state(chunk)) keep_state(chunk);
@@ -117,7 +107,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         float2 first[4];  // of V^T. NOTES: ahead of the wait, as the factors: the chain needs them first
         each<0, 4>([&](int k) { first[k] = to_float2(tokens[0].tiles[0][0].data[k]); });
         pin(first);
-        wait_but.template operator()<kStateSteps>();
+        wait_but<kStateSteps>();
         pin(x);
         each<0, kTokenSteps>([&](int j) {  // 4
             const auto betas = stage.gates.beta.columns(j, lane);
@@ -129,7 +119,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
                 pair = from_float2<T2>({beta.x * w.x, beta.y * w.y});
             });
         });
-        multiply_square(x, stage.a);  // 5
+        add_rows(x, tokens, stage.a);  // 5
         if constexpr (follows) {
             const int slot = Use<C::kStages>(chunk - 1).slot;
             fence_async_proxy();
@@ -162,28 +152,19 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         });
         if constexpr (C::kMakesMatrices) scores.issue(smem, walker, chunk + 1);
         if (g.keep_writes) leave_writes(chunk);  // 8
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.beta.columns(j, lane);
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.out.columns(j, lane);
-            each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
-        });
+        round_scaled(tokens, x, LateFactors(stage.gates.beta, lane));
+        scale_accumulator(out, LateFactors(stage.gates.out, lane));
         if constexpr (C::kMakesMatrices) scores.wait_made(smem, chunk);
-        multiply_square(out, stage.p);
+        add_rows(out, tokens, stage.p);
         if constexpr (C::kMakesMatrices) {
-            scores.leave(g, smem, walker, chunk + 1, [&] { wait_but.template operator()<kTokenSteps>(); });
+            scores.leave(g, smem, walker, chunk + 1, [&] { wait_but<kTokenSteps>(); });
             // What is loaded of this chunk has been read. NOTES: P may still be read, but is not loaded: the
             // walkers write it here again two chunks from now, behind a wait for the scores that both make
             // behind this P U'.
             arrive_warp(smem.free[Use<C::kStages>(chunk).slot]);
         }
         wait_arrived(chunk + 1);
-        wait_but.template operator()<kTokenSteps>();  // 9
+        wait_but<kTokenSteps>();  // 9
         pin(state);
         each<0, kTokenSteps>([&](int j) { pin(scaled(j)); });
     };

@@ -21,7 +21,6 @@ namespace tfla_tk::delta_rule {
 template <class C>
 __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<C>& smem, int walker) {
     using T = typename C::T;
-    using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     rt_fl<16, C::kDimK> state;        // S^T
@@ -43,17 +42,6 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         return shared_address(&stage_of(chunk).values[walker]) + lane_offset();
     };
     auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
-    // d += tokens B^T
-    auto multiply_square = [&](auto& d, const typename C::Square& square) {
-        const auto rows = Operand128B::rows(&square);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
-    };
-    auto load_tokens = [&](int chunk) {
-        const uint32_t address = values_of(chunk);
-        each<0, kTokenSteps>(
-            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
-    };
     auto wait_arrived = [&](int chunk) {
         const Use<C::kStages> use(chunk);
         wait(smem.arrived[use.slot], use.phase);
@@ -85,61 +73,38 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
             store_state_transposed(border_state(g, task, task.first_chunk + chunk), state, 0, column(),
                                    g.dim_k, g.dim_v, g.dim_v);
         read_state.template operator()<first>(x, stage.keys);
-        load_tokens(chunk);
+        load_tokens(tokens, values_of(chunk));
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
-        each<0, kTokenSteps>([&](int j) {  // 2
-            const auto factors = stage.gates.minus_read.columns(j, fresh_laneid());
-            const auto betas = stage.gates.beta.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                T2& pair = tokens[j].tiles[0][0].data[k];
-                float2& w = x.tiles[0][j].data[k];
-                fma_in_place(w, factors.of[k / 2], to_float2(pair));
-                pair = from_float2<T2>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
-            });
-        });
-        multiply_square(x, stage.a);
+        make_writers(tokens, x, FactorsAnew(stage.gates.minus_read), FactorsAnew(stage.gates.beta));  // 2
+        add_rows(x, tokens, stage.a);
         scale_state(g.heads > 0 ? 1.f : 0.f);  // NOTES: else ptxas keeps all of the rounded state for step 4
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(tokens);
-        auto round_writes = [&](Fragment(&a)[kTokenSteps], const TokenFactors& by) {  // 3
-            each<0, kTokenSteps>([&](int j) {
-                const auto factors = by.columns(j, fresh_laneid());
-                each<0, 4>([&](int k) {
-                    const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                    a[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-                });
-            });
-        };
         // NOTES: a branch lies between the two: else ptxas makes both at once and spills
-        round_writes(scaled, stage.gates.update);
+        round_scaled(scaled, x, FactorsAnew(stage.gates.update));  // 3
         if (g.keep_writes) {
-            round_writes(tokens, stage.gates.written);
+            round_scaled(tokens, x, FactorsAnew(stage.gates.written));
             wait_free(smem.writes_free[walker], chunk & 1);
             store_transposed(shared_address(&smem.writes[walker]) + lane_offset(), tokens);
             fence_async_proxy();
             arrive_warp(smem.writes_ready[walker]);
         }
-        round_writes(tokens, stage.gates.beta);
+        round_scaled(tokens, x, FactorsAnew(stage.gates.beta));
         pin_each(tokens), pin_each(scaled);
         read_state.template operator()<first>(x, stage.queries);  // 4
         scale_state(__uint_as_float(load_anew(shared_address(&stage.gates.decay))));
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
-        each<0, kTokenSteps>([&](int j) {  // 5
-            const auto factors = stage.gates.out.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
-        });
+        scale_accumulator(x, FactorsAnew(stage.gates.out));  // 5
         pin(x);
     };
     // Steps 6 and 7.
     auto end_chunk = [&](int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
         ForwardStage<C>& stage = smem.stages[slot];
-        multiply_square(x, stage.p);  // 6
-        const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(state, scaled[j], keys.column_step(j), true, j == 0); });
+        add_rows(x, tokens, stage.p);  // 6
+        add_columns(state, scaled, stage.keys);
         warpgroup::mma_async_wait<kTokenSteps>();  // 7
         pin(x), pin_each(tokens);
         // each warp puts it in the place of its own 16 columns of V, which none but it has read
@@ -157,17 +122,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         warp::zero(state);
     warp::zero(x);
     pin(state), pin(x);
-    if (chunks > 0) {
-        wait_arrived(0);
-        begin_chunk.template operator()<true>(0);
-#pragma unroll 1
-        for (int chunk = 0; chunk + 1 < chunks; chunk++) {
-            end_chunk(chunk);
-            wait_arrived(chunk + 1);
-            begin_chunk.template operator()<false>(chunk + 1);
-        }
-        end_chunk(chunks - 1);
-    }
+    walk_in_halves(chunks, wait_arrived, begin_chunk, end_chunk);
     if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 

@@ -50,14 +50,14 @@ __device__ inline void differentiate_gates(const DeltaInputsBackwardParams& p) {
         if (p.d_strength != nullptr) {
             const Sigmoids s(tile.load(p.beta, batch, t));
             const float slope = (p.twice ? 2.f : 1.f) * s.of * s.of_minus;
-            store_gate(p.d_beta, tile.offset(p.d_beta, batch, t), p.d_strength[place] * slope);
+            store_gate(p.d_beta, batch, tile.head, t, p.d_strength[place] * slope);
         }
         if (p.d_log_decay != nullptr) {
             const float x = tile.load(p.g, batch, t) + decay.bias, gradient = p.d_log_decay[place];
             // the rate times the gradient alone may overflow
             const float d_g = gradient * (-decay.rate * Sigmoids(x).of);
             sum.x += gradient * (-decay.rate * softplus(x)), sum.y += d_g;
-            store_gate(p.d_g, tile.offset(p.d_g, batch, t), d_g);
+            store_gate(p.d_g, batch, tile.head, t, d_g);
         }
     });
     if (p.sums != nullptr) write_sums(p, tile, sum);
@@ -73,13 +73,6 @@ __global__ __launch_bounds__(kInputThreads) void delta_inputs_backward_kernel(
         else
             differentiate_rows<T, kDimK>(g.params, block - g.gate_blocks);
     }
-}
-
-template <class T, int kDimK>
-void run_inputs_backward(const DeltaInputsBackwardParams& p, cudaStream_t stream) {
-    launch_inputs<delta_inputs_backward_kernel<T, kDimK>, Row<T, kDimK>::kRows>(
-        p, p.dq.data != nullptr, p.d_strength != nullptr || p.d_log_decay != nullptr, stream,
-        "delta_inputs_backward");
 }
 
 }  // namespace tfla_tk::delta_rule

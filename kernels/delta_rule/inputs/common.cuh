@@ -1,7 +1,6 @@
 // What the kernels of the raw inputs share: the rows of q and k, the gates, and how blocks divide both.
 #pragma once
 
-#include "common/launch.cuh"
 #include "common/tiles.cuh"
 #include "delta_rule/bindings/params_inputs.h"
 #include "sequence/gate_loads.cuh"
@@ -106,29 +105,11 @@ struct GateTile {
             f(static_cast<int>(index / seq), static_cast<int>(index % seq), token);
         }
     }
-    __device__ inline int64_t offset(const Gate& x, int batch, int token) const {
-        return batch * x.batch_stride + token * x.row_stride + head * x.head_stride;
-    }
     __device__ inline float load(const Gate& x, int batch, int token) const {
-        return load_gate(x, offset(x, batch, token));
+        return load_gate(x, batch * x.batch_stride + token * x.row_stride + head * x.head_stride);
     }
     __device__ inline float of_head(const Gate& x) const { return load_gate(x, head * x.head_stride); }
 };
-
-// Stores a number at an offset in elements, rounded to the gate's type.
-__device__ inline void store_gate(const Gate& gate, int64_t offset, float x) {
-    void* const data = const_cast<void*>(gate.data);
-    switch (gate.dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(data)[offset] = __float2half(x);
-            break;
-        default:
-            static_cast<float*>(data)[offset] = x;
-    }
-}
 
 // e^x to about an ulp. NOTES: expf is compiled to its fast form, whose relative error grows with |x|.
 __device__ inline float exp_of(float x) {
@@ -163,19 +144,5 @@ struct HeadDecay {
         if (dt_bias.data != nullptr) bias = tile.of_head(dt_bias);
     }
 };
-
-// Launches a kernel of InputsGlobals.
-template <auto kKernel, int kRowsOfBlock, class Params>
-void launch_inputs(const Params& p, bool rows, bool gates, cudaStream_t stream, const char* name) {
-    const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, name);
-    auto count = [](std::int64_t x, int of) { return (x + of - 1) / of; };
-    const std::int64_t tokens = static_cast<std::int64_t>(s.batch) * s.seq;
-    const std::int64_t of_gates = gates ? count(tokens, kInputTokens) * count(s.heads, kGateHeads) : 0;
-    const std::int64_t of_rows = rows ? count(tokens * (s.heads / s.group), kRowsOfBlock) : 0;
-    const dim3 grid = grid_of(of_gates + of_rows, 1, name);
-    launch<kKernel>(InputsGlobals<Params>{p, static_cast<int>(of_gates)}, grid, kInputThreads, s.device,
-                    stream, name);
-}
 
 }  // namespace tfla_tk::delta_rule

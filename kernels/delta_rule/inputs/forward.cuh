@@ -42,9 +42,4 @@ __global__ __launch_bounds__(kInputThreads) void delta_inputs_kernel(
     }
 }
 
-template <class T, int kDimK> void run_inputs(const DeltaInputsParams& p, cudaStream_t stream) {
-    launch_inputs<delta_inputs_kernel<T, kDimK>, Row<T, kDimK>::kRows>(
-        p, p.unit_q.data != nullptr, p.strength != nullptr || p.log_decay != nullptr, stream, "delta_inputs");
-}
-
 }  // namespace tfla_tk::delta_rule

@@ -3,11 +3,9 @@
 #pragma once
 
 #include "common/kernel.cuh"
-#include "common/launch.cuh"
 #include "common/sync.cuh"
 #include "common/warp.cuh"
 #include "delta_rule/bindings/params.h"
-#include "delta_rule/launch_walk.cuh"
 #include "sequence/segments.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -109,15 +107,6 @@ __global__ __launch_bounds__(32 *
             for (int border = 1 + threadIdx.x; border < segments; border += 32 * kLeadWarps)
                 leads[(border - behind) * g.heads] = kCarried;
     }
-}
-
-inline void launch_leads(const DeltaLeadsParams& p, cudaStream_t stream) {
-    const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, "delta_leads");
-    const LeadsGlobals g{s.cut, s.heads, s.seq, slots_of(s), p.bounds, p.leads, p.longest};
-    const std::int64_t ctas = static_cast<std::int64_t>(s.cut.sequences) * s.heads;
-    launch<delta_leads_kernel>(g, grid_of(ctas, p.both ? 2 : 1, "delta_leads"), 32 * kLeadWarps, s.device,
-                               stream, "delta_leads");
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -145,10 +145,10 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
         for_each_pair(state, column, 0, [](float2& pair, int c, int r) {
             pair = {c == r ? 1.f : 0.f, c == r + 1 ? 1.f : 0.f};
         });
-    else if (task.entering)
-        load_state_transposed(state, task.entering, 0, column, g.dim_k, g.dim_v, g.dim_v);
     else
-        warp::zero(state);
+        begin_state(state, task.entering, [&](auto& tile) {
+            load_state_transposed(tile, task.entering, 0, column, g.dim_k, g.dim_v, g.dim_v);
+        });
     pin(state);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = Use<C::kStages>(chunk);
@@ -171,18 +171,9 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
         });
         warpgroup::mma_async_wait<0>();  // 2
         pin(x), pin_all(read);
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.minus_read.columns(j, lane);
-            const auto betas = stage.gates.beta.columns(j, lane);
-            each<0, 4>([&](int k) {
-                T2& pair = tokens[j].tiles[0][0].data[k];
-                float2& w = x.tiles[0][j].data[k];
-                fma_in_place(w, factors.of[k / 2], to_float2(pair));
-                pair = from_float2<T2>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
-            });
-        });
-        const auto a = Operand128B::rows(&stage.a);
-        each<0, kTokenSteps>([&](int j) { multiply_step<false>(x, tokens[j], a.at(j * 32), true, j == 0); });
+        make_writers(tokens, x, LateFactors(stage.gates.minus_read, lane),
+                     LateFactors(stage.gates.beta, lane));
+        add_rows(x, tokens, stage.a);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_all(tokens);
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);

@@ -54,26 +54,13 @@ struct GatesGlobals : TileGlobals {
     RowSums q_dq, k_dk;
     Anchors anchors;
     Gate i, f;
-    GateGradient di, df;
+    Gate di, df;
     const float* chunk_m;
     StateGradient initial, last;
     double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
     int anchor_slots;
     int64_t state_size, norm_size;  // of c and n of one head
 };
-
-__device__ inline void store_gate(const GateGradient& gate, int64_t offset, float x) {
-    switch (gate.dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(gate.data)[offset] = __float2bfloat16(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(gate.data)[offset] = __float2half(x);
-            break;
-        default:
-            static_cast<float*>(gate.data)[offset] = x;
-    }
-}
 
 // The tokens of a lane: l and l + 32 of its warp's chunk.
 struct LaneTokens {
@@ -90,6 +77,36 @@ struct LaneTokens {
         return {has_low ? rows[low] : none, has_high ? rows[high] : none};
     }
 };
+
+// The gates of these tokens.
+template <class P> struct TokenGates {
+    float2 i, f;
+
+    template <class Globals>
+    __device__ inline TokenGates(const Globals& g, const Tile& tile, const LaneTokens& lane) {
+        auto loader = [&](const Gate& gate) {
+            return [&](float none) {
+                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+            };
+        };
+        i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+    }
+};
+
+// Stores the gradients of these gates. flow + sums: dlf of each token.
+template <class P, class Globals, class Flow>
+__device__ inline void store_gradients(const Globals& g, const Tile& tile, const LaneTokens& lane,
+                                       const TokenGates<P>& gates, float2 k_dk, Flow flow, float2 sums) {
+    auto store = [&](const Gate& gate, int t, float x) {
+        store_gate(gate, tile.batch, tile.head, tile.first_row + t, x);
+    };
+    auto finish = [&](int t, float k_dk, float sum, float i, float f) {
+        if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
+        store(g.df, t, P::forget_gradient(static_cast<float>(flow + sum), f));
+    };
+    if (lane.has_low) finish(lane.low, k_dk.x, sums.x, gates.i.x, gates.f.x);
+    if (lane.has_high) finish(lane.high, k_dk.y, sums.y, gates.i.y, gates.f.y);
+}
 
 // RowSums of one chunk, by one warp: the sums of the lane's tokens, a few slices at a time, and the chunk's
 // sums, one slice per lane. NOTES: the constructor issues the loads of the first slices and the additions
@@ -274,12 +291,7 @@ __global__ __launch_bounds__(kTileThreads,
         if (tile.tokens <= 0) return;
         const int chunk = threadIdx.x / 32;
         const LaneTokens lane(chunk, tile.tokens);
-        auto loader = [&](const Gate& gate) {
-            return [&](float none) {
-                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
-            };
-        };
-        const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+        const TokenGates<P> gates(g, tile, lane);
         ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
         float m_in = 0.f;
         if (P::kStabilised && chunk < tile.chunks) {
@@ -295,7 +307,7 @@ __global__ __launch_bounds__(kTileThreads,
                                     is_before ? g.anchors.before : g.anchors.after);
         const float2 q = q_dq.rows(), k = k_dk.rows();
         if (chunk < tile.chunks) {
-            ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
+            ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(gates.i, gates.f, m_in)};
             if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
                 flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
                 flow.forgets = false;
@@ -313,18 +325,7 @@ __global__ __launch_bounds__(kTileThreads,
         const double flow =
             flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
         const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
-        auto store = [&](const GateGradient& gate, int t, float x) {
-            store_gate(gate,
-                       tile.batch * gate.batch_stride + tile.head * gate.head_stride +
-                           (tile.first_row + t) * gate.row_stride,
-                       x);
-        };
-        auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-            if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
-            store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
-        };
-        if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
-        if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
+        store_gradients(g, tile, lane, gates, k, flow, sums);
     }
 }
 

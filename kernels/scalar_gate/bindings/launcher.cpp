@@ -1,12 +1,23 @@
 // What Python calls of the launcher of mLSTM's chunkwise kernels, or of those for a scalar decay.
 #include "scalar_gate/bindings/backward.h"
-#include "scalar_gate/bindings/forward.h"
-#include "scalar_gate/bindings/gradients.h"
-#include "scalar_gate/bindings/walk.h"
+#include "scalar_gate/bindings/params_backward.h"
+#include "scalar_gate/bindings/params_walk.h"
+#include "sequence/read_arguments.h"
 
 const tfla_tk::Launcher* tfla_launcher() {
     using namespace tfla_tk;
-    static const Launcher launcher = joined(
-        {functions_of_forward(), functions_of_backward(), functions_of_gradients(), functions_of_walk()});
+    static const Launcher of_walks{
+        {prepares<&mlstm_fwd>("forward"), prepares<&mlstm_gradients>("gradients"),
+         prepares<&mlstm_gate_gradients>("gate_gradients"), prepares<&mlstm_pass>("walk"),
+         prepares<&mlstm_pass_segments>("segments"), tells<&mlstm_fwd_workspace_bytes>("workspace_bytes"),
+         tells<&mlstm_fwd_workspace_offsets>("workspace_offsets"),
+         tells<&mlstm_fwd_ctas_per_multiprocessor>("ctas_per_multiprocessor"),
+         tells<&pass_anchor_bytes>("anchor_bytes"), tells<&pass_flow_parts>("flow_parts")},
+        {{"STATE_CHUNKS", kStateChunks},
+         {"FLOW_PARTS", kFlowParts},
+         {"GRADIENTS.dq", static_cast<int>(Gradient::dq)},
+         {"GRADIENTS.dk", static_cast<int>(Gradient::dk)},
+         {"GRADIENTS.dv", static_cast<int>(Gradient::dv)}}};
+    static const Launcher launcher = joined({of_walks, functions_of_backward()});
     return &launcher;
 }

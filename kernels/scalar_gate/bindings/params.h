@@ -14,6 +14,8 @@ namespace tfla_tk {
 // The state of every (sequence, head): [N, H, K, V], [N, H, K], [N, H], contiguous; null where there is none.
 struct State {
     float *c, *n, *m;
+
+    template <class Visit> void fields(Visit& visit) { visit(c, n, m); }
 };
 
 // States, or gradients of states, at the boundaries between segments, where a walk of the backward enters the
@@ -21,6 +23,8 @@ struct State {
 struct Boundaries {
     float *c, *n;        // [slots, K, V] and [slots, K]
     double* log2_decay;  // [slots]: decay of the segment that the walk leaves over the boundary
+
+    template <class Visit> void fields(Visit& visit) { visit(c, n, log2_decay); }
 };
 
 // Anchors: the boundaries before every kAnchorChunks-th chunk of a sequence, without the first chunk. There
@@ -50,6 +54,8 @@ inline int state_slots(int seq, int sequences, bool packed) {
 struct LeftStates {
     void* states;
     float *units, *norms;
+
+    template <class Visit> void fields(Visit& visit) { visit(states, units, norms); }
 };
 
 // One chunk's gates as the walks of the backward read them (backward/walk/gates.cuh).
@@ -88,6 +94,14 @@ struct MlstmFwdParams {
     LeftStates left;  // null: not wanted
     float scale;      // of q k^T
     float eps;        // added to the normaliser after the max
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q, walk.k, walk.v, h, walk.i, walk.f, walk.initial, last, row_n, row_m, chunk_m, left);
+        visit(walk.cut, walk.workspace, walk.batch, walk.heads, walk.seq, walk.dim_qk, walk.dim_v,
+              walk.group);
+        visit(walk.tile_qk, walk.slice_v, scale, eps, walk.half, walk.sigmoid_gate, walk.normalize,
+              walk.device);
+    }
 };
 
 // Bytes of the workspace of a call whose sequences are cut, for (segments - sequences) * heads slots.

@@ -1,4 +1,4 @@
-// Arguments of the backward's host functions around its walks, as the bindings read them.
+// Arguments of the backward's host functions but for its walks in turn (params_walk.h).
 #pragma once
 
 #include "scalar_gate/bindings/params.h"
@@ -10,6 +10,8 @@ struct RowNorms {
     const float* row_n;  // [B, H, S]: d_t; null without normaliser, where w_t is 1
     const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
     float eps;
+
+    template <class Visit> void fields(Visit& visit) { visit(row_n, row_m, eps); }
 };
 
 // Per-row terms: e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t], one for each share of V (params_walk.h), and
@@ -18,6 +20,8 @@ struct RowFactorPointers {
     RowNorms norms;         // with row_n
     float *log2_w, *e;      // [B, H, S], null where not wanted; e one such for each share of V
     std::int64_t e_stride;  // between shares
+
+    template <class Visit> void fields(Visit& visit) { visit(norms, log2_w, e, e_stride); }
 };
 
 // Offsets of packed sequences, as in Cut.
@@ -25,6 +29,8 @@ struct Offsets {
     const void* data;
     bool is_64bit;
     int sequences;
+
+    template <class Visit> void fields(Visit& visit) { visit(data, is_64bit, sequences); }
 };
 
 // Scans the gates of every chunk, for all three walks.
@@ -39,6 +45,10 @@ struct MlstmBwdScanParams {
     float scale;  // of q k^T
     bool sigmoid_gate;
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(i, f, norms, chunk_m, gates, tickets, offsets, batch, heads, seq, scale, sigmoid_gate, device);
+    }
 };
 
 // Per-row terms with dh_t.h_t from dh and h.
@@ -49,6 +59,10 @@ struct MlstmBwdRowsParams {
     int part_columns;  // of a share of V, at most 256
     bool half;         // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(dh, h, rows, batch, heads, seq, dim_v, part_columns, half, device);
+    }
 };
 
 // Per-row terms with dh_t.h_t from the walk for dv, which writes it per slice.
@@ -60,6 +74,10 @@ struct MlstmBwdFactorsParams {
     RowFactorPointers rows;  // log2_w: null
     std::int64_t count;      // B H S
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(dots, slice_stride, slices, part_slices, rows, count, device);
+    }
 };
 
 // Between the segment sums and the walks: turns the segments' sums into the states that arrive at the
@@ -72,6 +90,11 @@ struct MlstmBwdCombineParams {
     int heads, seq, dim_qk, dim_v;
     bool backward;  // in time
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(boundaries, norm_parts, entering_c, entering_n, cut, heads, seq, dim_qk, dim_v, backward,
+              device);
+    }
 };
 
 // Row sums q_t.dq_t or k_t.dk_t, per share of V and slice of K.
@@ -80,18 +103,15 @@ struct RowSums {
     // [slices, B, H, slots]: per chunk, the part through the state that enters it in the walk
     const FlowSum* inter;
     int slices;
-};
 
-// A Gate that is written.
-struct GateGradient {
-    void* data;
-    std::int64_t batch_stride, head_stride, row_stride;
-    DType dtype;
+    template <class Visit> void fields(Visit& visit) { visit(whole, inter, slices); }
 };
 
 // A state and its gradient: [N, H, K, V], [N, H, K], contiguous; c, dc or n, dn are null in pairs.
 struct StateGradient {
     const float *c, *dc, *n, *dn;
+
+    template <class Visit> void fields(Visit& visit) { visit(c, dc, n, dn); }
 };
 
 // [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
@@ -102,13 +122,15 @@ struct Anchors {
     const float *after, *before;
     int parts;
     int chunks;  // from one anchor to the next: kAnchorChunks or half of them, else the launch throws
+
+    template <class Visit> void fields(Visit& visit) { visit(after, before, parts, chunks); }
 };
 
 struct MlstmBwdGatesParams {
     RowSums q_dq, k_dk;
     Anchors anchors;
     Gate i, f;
-    GateGradient di, df;
+    Gate di, df;           // written
     const float* chunk_m;  // [B, H, slots, 2], from the forward; null for gates that are not stabilised
     StateGradient initial, last;  // before the first and after the last token of every sequence
     void* workspace;              // of mlstm_bwd_gates_workspace_bytes
@@ -116,6 +138,61 @@ struct MlstmBwdGatesParams {
     int batch, heads, seq, dim_qk, dim_v;
     bool sigmoid_gate;
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q_dq, k_dk, anchors, i, f, di, df, chunk_m, initial, last, workspace);
+        visit(offsets, batch, heads, seq, dim_qk, dim_v, sigmoid_gate, device);
+    }
+};
+
+// The walk that makes dq, dk and dv at once, K and V up to kMostNarrow. Where a sum, a state or a gradient is
+// not wanted its address is null.
+struct MlstmGradientsParams {
+    Operand q, k, v, dh;      // [B, H, S, *], bf16 or fp16; q and k have heads / group heads
+    LeftStates left;          // by the forward
+    const ChunkGates* gates;  // [B, H, chunk_slots], from mlstm_bwd_scan
+    const float* e;           // [B, H, S]; null without normaliser
+    Boundaries boundaries;    // gradients of states; c null: no sequence is cut
+    // gradients of the last states and of the initial ones: [N, H, K, V] and [N, H, K]
+    const float *entering_c, *entering_n;
+    float *leaving_c, *leaving_n;
+    Operand dq, dk, dv;  // all with H heads
+    // For the gradients of the gates: q_t.dq_t and k_t.dk_t, [B, H, S], and parts of each chunk's flow,
+    // [B, H, chunk_slots, kFlowParts]; null together.
+    float *q_dq, *k_dk, *flows;
+    Cut cut;
+    int batch, heads, seq, dim_qk, dim_v;
+    int group;  // heads of v that share one head of q and k
+    int tile;   // of the kernel: columns of K and of V
+    bool half;  // operands are fp16, not bf16
+    int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q, k, v, dh, left, gates, e, boundaries, entering_c, entering_n, leaving_c, leaving_n, dq, dk,
+              dv);
+        visit(q_dq, k_dk, flows, cut, batch, heads, seq, dim_qk, dim_v, group, tile, half, device);
+    }
+};
+
+// Most of a chunk's flow: one of each walker's warp, and one of n.
+constexpr int kFlowParts = 9;
+
+// The gradients of the gates of these sums.
+struct MlstmGateGradientsParams {
+    const float *q_dq, *k_dk, *flows;
+    int parts;  // of a flow that have been written: one for 16 columns of V of the walk's tile, one of n
+    Gate i, f;
+    Gate di, df;           // written
+    const float* chunk_m;  // [B, H, chunk_slots, 2], from the forward; null for gates that are not stabilised
+    Offsets offsets;
+    int batch, heads, seq;
+    bool sigmoid_gate;
+    int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q_dq, k_dk, flows, parts, i, f, di, df, chunk_m, offsets, batch, heads, seq, sigmoid_gate,
+              device);
+    }
 };
 
 std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
@@ -127,5 +204,7 @@ void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
 void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream);
 void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream);
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream);
+void mlstm_gradients(const MlstmGradientsParams& params, void* stream);
+void mlstm_gate_gradients(const MlstmGateGradientsParams& params, void* stream);
 
 }  // namespace tfla_tk

@@ -28,6 +28,11 @@ struct PassWalk {
     int tile_keys, slice;  // of the kernel: columns of the keys of a share, and of the values of a CTA
     bool half;             // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(gradient, tile_keys, slice, keys, values, e, e_stride, boundaries, cut);
+        visit(batch, heads, seq, dim_keys, dim_values, group, half, device);
+    }
 };
 
 struct MlstmSegmentsParams {
@@ -37,6 +42,10 @@ struct MlstmSegmentsParams {
     const float* chunk_m;  // [B, H, chunk_slots, 2]; null for gates that are not stabilised
     float scale;           // of q k^T
     bool sigmoid_gate;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(walk, i, f, log2_w, chunk_m, scale, sigmoid_gate);
+    }
 };
 
 struct MlstmPassParams {
@@ -59,11 +68,23 @@ struct MlstmPassParams {
     void* states;
     float* flows;  // [B, H, anchor_slots, pass_flow_parts], dk only
     int* ticket;   // 0 at the start, set by mlstm_bwd_scan; for dq and dk with several shares
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(walk, gates, queries, out, factor, entering_c, entering_n, leaving_c, leaving_n);
+        visit(whole, inter, states, flows, ticket);
+    }
 };
 
-// Bytes of `states` for so many chunk_slots, and the number of parts of a flow, of the walks for dq and dk.
-std::int64_t pass_anchor_bytes(const PassWalk& walk, int slots);
-int pass_flow_parts(const PassWalk& walk);
+// Of the walks for dq and dk: bytes of `states` for so many chunk_slots, and the number of parts of a flow.
+struct PassSizes {
+    int batch, heads, dim_keys, dim_values, tile_keys, slice;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(batch, heads, dim_keys, dim_values, tile_keys, slice);
+    }
+};
+std::int64_t pass_anchor_bytes(const PassSizes& sizes, int slots);
+int pass_flow_parts(const PassSizes& sizes);
 
 // Both throw std::runtime_error on a refused launch. mlstm_pass_segments writes the sum of each segment that
 // the walk leaves over a boundary, and its decay; dq and dk only.

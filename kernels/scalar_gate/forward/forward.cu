@@ -33,35 +33,30 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             p.seq,
             p.dim_qk,
             p.dim_v,
-            (p.dim_v + p.slice_v - 1) / p.slice_v,
+            parts_of(p.dim_v, p.slice_v),
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             0,
             p.sigmoid_gate};
 }
 
-// CTAs of the kernels that walk segments.
-dim3 grid(const FwdWalkGlobals& g, const char* name) {
-    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices, 1, name);
-}
+// Of the kernels that walk segments.
+std::int64_t ctas_of(const FwdWalkGlobals& g) { return std::int64_t{g.cut.segments} * g.heads * g.slices; }
 
 template <class T, int kDimQK, int kSliceV, bool kNormalize>
-void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
+void run_states(const MlstmFwdWalk& p, void* stream) {
     using C = StatesConfig<T, kDimQK, kSliceV, kNormalize>;
     const DeviceGuard guard(p.device, "mlstm_states");
     const FwdWalkGlobals g = fwd_walk_globals(p);
-    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g, "mlstm_states"), C::kThreads, p.device,
-                                                            stream, "mlstm_states");
-    const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
-    launch<mlstm_combine_kernel<kNormalize>>(
-        g,
-        grid_of(static_cast<std::int64_t>(carrying_ctas(p.cut)) * p.heads,
-                (elements + per_block - 1) / per_block, "mlstm_combine"),
-        kCombineThreads, p.device, stream, "mlstm_combine");
+    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas_of(g), C::kThreads, p.device, stream,
+                                                            "mlstm_states");
+    const dim3 grid = grid_of(std::int64_t{carrying_ctas(p.cut)} * p.heads,
+                              parts_of(p.dim_qk * (p.dim_v + 1), 4 * kCombineThreads), "mlstm_combine");
+    launch<mlstm_combine_kernel<kNormalize>>(g, grid, kCombineThreads, p.device, stream, "mlstm_combine");
 }
 
 template <class T, int kDimQK, int kSliceV, bool kNormalize>
-void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
+void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
     const MlstmFwdWalk& walk = p.walk;
     const DeviceGuard guard(walk.device, "mlstm_fwd");
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
@@ -73,8 +68,7 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
         throw std::runtime_error("mlstm_fwd: states are left with head dims of at most 128");
     const int64_t of_state = static_cast<int64_t>(walk.dim_qk) * walk.dim_v;
     const int states = walk.batch * walk.heads * slots;
-    // NOTES: a map of what is not there is of something else
-    const TensorMap of_h = map(p.h, walk.heads, walk.dim_v, kBoxRows);
+    const auto of_h = ResultMaps::of([&](int rows) { return map(p.h, walk.heads, walk.dim_v, rows); });
     Globals g{fwd_walk_globals(walk),
               map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
               walk.k,
@@ -82,23 +76,20 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
               GateWords(walk.i),
               GateWords(walk.f),
               of_h,
-              map(p.h, walk.heads, walk.dim_v, 1),
-              map(p.h, walk.heads, walk.dim_v, kChunk),
               p.last,
               p.row_n,
               p.row_m,
               p.chunk_m,
               slots ? TensorMap({p.left.states, states * of_state, of_state, walk.dim_qk}, 1, states,
                                 walk.dim_v, walk.dim_qk, kSliceV, walk.half)
-                    : of_h,
+                    : of_h.box,  // NOTES: a map of what is not there is of something else
               p.left,
               p.scale,
               p.eps,
               high_and_low(std::log2(static_cast<double>(p.scale)))};
     g.state_slots = slots;
     auto start = [&]<auto kKernel, int kSharedBytes>(int threads, int cluster = 1) {
-        launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
-                                      cluster);
+        launch<kKernel, kSharedBytes>(g, ctas_of(g), threads, walk.device, stream, "mlstm_fwd", cluster);
     };
     if constexpr (kDimQK == 256) {  // transposed/kernel.cuh
         with_gate(g.sigmoid_gate, [&]<class P>(P) {
@@ -115,30 +106,6 @@ void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
         start.template operator()<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(C::kThreads);
     }
-}
-
-// Calls run<T, kDimQK, kSliceV, kNormalize>() with the operands' type, the tile, and whether there is a
-// normaliser.
-template <class Run> void with_tile_and_types(const MlstmFwdWalk& p, Run run) {
-    auto with_type = [&]<class T, int kDimQK, int kSliceV>() {
-        if (!p.normalize)
-            run.template operator()<T, kDimQK, kSliceV, false>();
-        else if constexpr (kMayNormalize)
-            run.template operator()<T, kDimQK, kSliceV, true>();
-        else
-            throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
-    };
-    auto with_slice = [&]<int kDimQK, int kSliceV>() {
-        p.half ? with_type.template operator()<half, kDimQK, kSliceV>()
-               : with_type.template operator()<bf16, kDimQK, kSliceV>();
-    };
-    with_tile<64, 128, 256>(p.tile_qk, "mlstm_fwd", [&]<int kDimQK>() {
-        auto with_key_tile = [&]<int kSliceV>() { with_slice.template operator()<kDimQK, kSliceV>(); };
-        if constexpr (kDimQK == 256)
-            with_tile<64, 128>(p.slice_v, "mlstm_fwd", with_key_tile);
-        else
-            with_tile<64, 128, 256>(p.slice_v, "mlstm_fwd", with_key_tile);
-    });
 }
 
 }  // namespace tfla_tk::mlstm
@@ -161,13 +128,22 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
     return {offset(at_zero.arriving.c), offset(at_zero.arriving.n)};
 }
 
-void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    mlstm::with_tile_and_types(params.walk, [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
-        if (params.walk.cut.segments > params.walk.cut.sequences)
-            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(params.walk, s);
-        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(params, s);
-    });
+void mlstm_fwd(const MlstmFwdParams& p, void* stream) {
+    const MlstmFwdWalk& walk = p.walk;
+    auto run = [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
+        if (walk.cut.segments > walk.cut.sequences)
+            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(walk, stream);
+        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(p, stream);
+    };
+    with_type_and_tiles(walk.half, walk.tile_qk, walk.slice_v, "mlstm_fwd",
+                        [&]<class T, int kDimQK, int kSliceV>() {
+                            if (!walk.normalize)
+                                run.template operator()<T, kDimQK, kSliceV, false>();
+                            else if constexpr (kMayNormalize)
+                                run.template operator()<T, kDimQK, kSliceV, true>();
+                            else
+                                throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
+                        });
 }
 
 }  // namespace tfla_tk

@@ -1,7 +1,7 @@
 // Arguments of the forward kernels, and the task of one CTA.
 #pragma once
 
-#include "common/tma.cuh"
+#include "common/store_rows.cuh"
 #include "kittens.cuh"
 #include "scalar_gate/bindings/params.h"
 #include "scalar_gate/gate/gates.cuh"
@@ -68,9 +68,9 @@ struct FwdWalkGlobals {
 
 struct Globals : FwdWalkGlobals {
     TensorMap q;
-    Operand keys, values;         // k and v, for direct loads
-    GateWords i_words, f_words;   // i and f, for GateStream
-    TensorMap h, h_row, h_chunk;  // boxes of 16 rows, of one and of a chunk's
+    Operand keys, values;        // k and v, for direct loads
+    GateWords i_words, f_words;  // i and f, for GateStream
+    ResultMaps h;
     State last;
     float *row_n, *row_m, *chunk_m;
     TensorMap states;  // for the backward, boxes of a CTA's rows

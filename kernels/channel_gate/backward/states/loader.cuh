@@ -29,11 +29,6 @@ __device__ inline void load_tiles(const StatesGlobals& g, StatesMemory<C>& smem,
     arrive_warp(arrived);
 }
 
-__device__ inline void zero_bytes(void* rows, uint32_t row_bytes, int first) {
-    zero_units(reinterpret_cast<uint4*>(static_cast<char*>(rows) + first * row_bytes),
-               (kBlock - first) * row_bytes / sizeof(uint4));
-}
-
 // Readers and inflow are for results alone.
 template <class C>
 __device__ inline void load_columns(const StatesGlobals& g, StatesMemory<C>& smem, int step) {

@@ -41,7 +41,7 @@ template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
         s.seq,
         s.dim_k,
         s.dim_v,
-        (s.dim_k + kColumns - 1) / kColumns,
+        parts_of(s.dim_k, kColumns),
         anchor_slots(slots_of(s)),
         slots_of(s) * kBlocks,
         p.entering,
@@ -59,29 +59,26 @@ template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
     };
 }
 
-template <class C> void launch_states(const GlaStatesParams& p, cudaStream_t stream) {
+template <class C> void launch_states(const GlaStatesParams& p, void* stream) {
     constexpr auto kName = C::kIsLeft ? "gla_left" : "gla_right";
     if (p.shape.dim_v > C::kDimV)
         throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
-    if (!(C::kTakesSlices && p.sums) && !(p.is_first && p.is_last))
+    if (p.is_slice && !(C::kTakesSlices && p.sums))
         throw std::runtime_error(std::string(kName) + ": slices of V want a tile of 256 and sums");
     const DeviceGuard guard(p.shape.device, kName);
     const StatesGlobals g = states_globals<C>(p);
     const auto ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas;
-    launch<gla_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads,
-                                                          p.shape.device, stream, kName);
+    launch<gla_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas, C::kThreads, p.shape.device, stream,
+                                                          kName);
 }
 
 template <StateWalk kWalk> void run_states(const GlaStatesParams& p, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    auto run = [&]<class T, int kDimV>() {
-        if constexpr (kDimV <= 128)
-            if (p.walkers == 1) return launch_states<StatesConfig<T, kDimV, 1, kWalk>>(p, s);
-        launch_states<StatesConfig<T, kDimV, 2, kWalk>>(p, s);
-    };
-    with_tile<64, 128, 256>(p.tile_v, "gla_states", [&]<int kDimV>() {
-        p.shape.half ? run.template operator()<kittens::half, kDimV>()
-                     : run.template operator()<kittens::bf16, kDimV>();
+    with_type(p.shape.half, [&]<class T>() {
+        with_tile<64, 128, 256>(p.tile_v, "gla_states", [&]<int kDimV>() {
+            if constexpr (kDimV <= 128)
+                if (p.walkers == 1) return launch_states<StatesConfig<T, kDimV, 1, kWalk>>(p, stream);
+            launch_states<StatesConfig<T, kDimV, 2, kWalk>>(p, stream);
+        });
     });
 }
 
@@ -98,9 +95,8 @@ std::int64_t gla_anchor_bytes(const ChannelShape& s, int tile_v) {
 
 std::int64_t gla_sums_bytes(const ChannelShape& s) {
     using namespace channel_gate;
-    const std::int64_t blocks = slots_of(s) * kBlocks,
-                       columns = (s.dim_k + kWalkerColumns - 1) / kWalkerColumns;
-    return blocks * s.batch * s.heads * columns * sizeof(SumsOfBlock);
+    const std::int64_t blocks = slots_of(s) * kBlocks;
+    return blocks * s.batch * s.heads * parts_of(s.dim_k, kWalkerColumns) * sizeof(SumsOfBlock);
 }
 
 void gla_left(const GlaStatesParams& params, void* stream) {

@@ -222,11 +222,9 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
     const float* const entering = task.template entering<!C::kIsLeft>(
         g.entering, C::kIsLeft ? g.borders : g.d_borders, g.heads, state_size);
-    if (entering)
-        load_state(state, entering, column(), value_column, g.dim_k, g.dim_v, g.row_of_state);
-    else
-        warp::zero(state);
-    pin(state);
+    begin_state(state, entering, [&](auto& tile) {
+        load_state(tile, entering, column(), value_column, g.dim_k, g.dim_v, g.row_of_state);
+    });
     if (!C::kIsLeft && g.needs_dg && !task.is_last) {
         float* const flow = &smem.exchange.border[walker][first_column + fresh_laneid() / 4];
         put_last_flow<C>(g, state, g.borders + task.border * state_size, column(), value_column,

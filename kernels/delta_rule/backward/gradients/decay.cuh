@@ -52,21 +52,13 @@ __global__ __launch_bounds__(kDecayThreads) void delta_decay_kernel(
         flow = warp_sum(flow);
         sums = mlstm::suffix_sums(sums);
         const float2 g = lane.load(GateRows(p.g, batch, head, first_row), 0.f);
+        const Gate to = p.dg;
         auto store = [&](int t, float sum, float g) {
-            const Gate& to = p.dg;
-            store_gate(to, batch * to.batch_stride + head * to.head_stride + (first_row + t) * to.row_stride,
-                       ScalarDecay::forget_gradient(flow + sum, g));
+            store_gate(to, batch, head, first_row + t, ScalarDecay::forget_gradient(flow + sum, g));
         };
         if (lane.has_low) store(lane.low, sums.x, g.x);
         if (lane.has_high) store(lane.high, sums.y, g.y);
     }
-}
-
-inline void launch_decay(const DeltaDecayParams& p, cudaStream_t stream) {
-    const DeviceGuard guard(p.shape.device, "delta_decay");
-    const std::int64_t ctas = static_cast<std::int64_t>(p.shape.cut.segments) * p.shape.heads;
-    launch<delta_decay_kernel>(p, grid_of(ctas, 1, "delta_decay"), kDecayThreads, p.shape.device, stream,
-                               "delta_decay");
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -6,12 +6,12 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class C> void launch_gradients(const DeltaGradientsParams& p, cudaStream_t stream) {
+template <class C> void launch_gradients(const DeltaGradientsParams& p, void* stream) {
     const DeltaShape& s = p.shape;
     const DeviceGuard guard(s.device, "delta_gradients");
     if (s.dim_k > C::kDimK) throw std::runtime_error("delta_gradients: K is at most 128");
     const OperandMaps maps(s);
-    const int slices = (s.dim_v + C::kDimV - 1) / C::kDimV, slots = slots_of(s);
+    const int slices = parts_of(s.dim_v, C::kDimV), slots = slots_of(s);
     const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
     const int of_states = heads * slots;
     const std::int64_t state = static_cast<std::int64_t>(s.dim_k) * s.dim_v;
@@ -41,32 +41,28 @@ template <class C> void launch_gradients(const DeltaGradientsParams& p, cudaStre
         p.token_sums,
         p.flows,
     };
-    if (g.turns)
-        check_launch(cudaMemsetAsync(g.turns, 0, (1 + g.chunk_rows) * sizeof(int), stream),
-                     "delta_gradients");
-    launch<delta_gradients_kernel<C>, sizeof(GradientsMemory<C>)>(
-        g, walk_grid(g, "delta_gradients"), C::kThreads, s.device, stream, "delta_gradients");
-}
-
-template <class T> void run_gradients(const DeltaGradientsParams& p, cudaStream_t stream) {
-    if (p.flows)
-        launch_gradients<GradientsConfig<T, true>>(p, stream);
-    else
-        launch_gradients<GradientsConfig<T, false>>(p, stream);
+    if (g.turns) launch_zeros(g.turns, (1 + g.chunk_rows) * sizeof(int), stream, "delta_gradients");
+    launch<delta_gradients_kernel<C>, sizeof(GradientsMemory<C>)>(g, ctas_of(g), C::kThreads, s.device,
+                                                                  stream, "delta_gradients");
 }
 
 }  // namespace tfla_tk::delta_rule
 
 namespace tfla_tk {
 
-void delta_gradients(const DeltaGradientsParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_gradients<kittens::half>(params, s)
-                      : delta_rule::run_gradients<kittens::bf16>(params, s);
+void delta_gradients(const DeltaGradientsParams& p, void* stream) {
+    using namespace delta_rule;
+    with_type(p.shape.half, [&]<class T>() {
+        p.flows ? launch_gradients<GradientsConfig<T, true>>(p, stream)
+                : launch_gradients<GradientsConfig<T, false>>(p, stream);
+    });
 }
 
-void delta_decay(const DeltaDecayParams& params, void* stream) {
-    delta_rule::launch_decay(params, static_cast<cudaStream_t>(stream));
+void delta_decay(const DeltaDecayParams& p, void* stream) {
+    using namespace delta_rule;
+    const DeviceGuard guard(p.shape.device, "delta_decay");
+    const std::int64_t ctas = static_cast<std::int64_t>(p.shape.cut.segments) * p.shape.heads;
+    launch<delta_decay_kernel>(p, ctas, kDecayThreads, p.shape.device, stream, "delta_decay");
 }
 
 }  // namespace tfla_tk

@@ -22,7 +22,7 @@ template <class C> struct GradientsWalker {
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     using Half = rt_fl<16, kChunk / 2>;  // of scores
-    static constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    static constexpr int kTokenSteps = kChunk / 16;
 
     const GradientsGlobals& g;
     GradientsMemory<C>& smem;
@@ -66,21 +66,7 @@ template <class C> struct GradientsWalker {
         const GradientsGates& gates = smem.gates[slot];
         // 1
         issue_half(smem.queries[slot], smem.keys[slot]);
-        const auto keys = Operand128B::rows(&smem.keys[slot]);
-        const uint32_t tile = shared_address(&smem.gradient);
-        multiply_in_turns<kStateSteps>(
-            x, fragments,
-            [&](Fragment& a, int k) {
-                convert_fragment(a, gradient, k);
-                store_fragment<T, C::kDimV>(tile, own_row(), k, a.tiles[0][0].data);
-            },
-            [&](int k) { return keys.row_step(C::Tile::panel_bytes, k); },
-            [&](const Fragment& a, uint64_t b, int k) { wgmma_step<false>(x, a, 0, b, k > 0); },
-            [] { warpgroup::mma_commit_group(); },
-            [&] {
-                fence_async_proxy();
-                arrive_warp(smem.gradient_ready);
-            });
+        read_gradient(x, fragments, gradient, smem.keys[slot], smem.gradient, own_row(), smem.gradient_ready);
         pin(scores);
         load_columns(tokens, smem.douts[slot].data[walker]);
         for_token_pairs([&](int j, int k, int token) {
@@ -168,11 +154,9 @@ template <class C> struct GradientsWalker {
 
     __device__ inline void walk() {
         const GradientsTask& task = smem.task;
-        if (task.entering)
-            load_state_transposed(gradient, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
-        else
-            warp::zero(gradient);
-        pin(gradient);
+        begin_state(gradient, task.entering, [&](auto& tile) {
+            load_state_transposed(tile, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+        });
 #pragma unroll 1
         for (int step = 0; step < task.chunks; step++) {
             const auto [slot, phase] = Use<C::kStages>(step);

@@ -61,7 +61,7 @@ __global__ __launch_bounds__(C::kThreads,
             if (warp == 0)
                 load_values(g, smem);
             else if (warp == 1)
-                scan_gates(g, smem);
+                with_gate_ring(smem.gate_ring, [&](auto& ring) { scan_gates(g, smem, ring); });
             else if (warp == 2)
                 load_columns_and_store_results(g, smem);
             else

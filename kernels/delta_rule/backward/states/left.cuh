@@ -27,6 +27,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     typename W::State state;                   // S
     typename W::Tokens scores, first, second;  // dq and left, in a pair the kept one last
     typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then the scaled keys
+    auto& scaled = reinterpret_cast<typename W::Factors&>(read);
     typename W::Factors keys;
 
     const StatesTask& task = smem.task;
@@ -52,13 +53,13 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
         W::read_state(first, read, values_of(dq_first));
-        W::template wait_but<kStateSteps>();
+        wait_but<kStateSteps>();
         wait_scores_read(smem, chunk);
         W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
         W::read_state(second, read, values_of(!dq_first));  // 3
         meet_walkers<C>();
         W::load(keys, columns.keys);
-        W::template wait_but<kStateSteps>();
+        wait_but<kStateSteps>();
         pin(first);
         // NOTES: loaded where they are used, to save registers
         typename W::Fragment of_first, of_second;
@@ -84,20 +85,20 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
                 W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant, !dq);
         };
         scale.template operator()<C::kPaired>(first, dq_first, first_factor);
-        W::add_rows(first, keys, scores_of(dq_first));  // 4
-        W::template wait_but<kTokenSteps>();
+        add_rows(first, keys, scores_of(dq_first));  // 4
+        wait_but<kTokenSteps>();
         pin(second);
         pin_all(read);
         scale.template operator()<true>(second, !dq_first, second_factor);
-        W::add_rows(second, keys, scores_of(!dq_first));
-        W::scale(read, keys, gates.update, 1.f);  // 5
-        W::add_to_state(state, read, stage.writes, true);
+        add_rows(second, keys, scores_of(!dq_first));
+        W::scale(scaled, keys, gates.update, 1.f);  // 5
+        add_columns(state, scaled, stage.writes);
         if constexpr (C::kPaired) {  // 6
-            W::template wait_but<2 * kTokenSteps>();
+            wait_but<2 * kTokenSteps>();
             pin(first);
             Pair<C>(smem, walker()).send(first, chunk);
         }
-        W::template wait_but<kTokenSteps>();
+        wait_but<kTokenSteps>();
         pin(first), pin(second);
         if (sums && column() < g.dim_k)
             store_sums(g, task, chunk, part(), SumsThroughState::of(through),
@@ -131,11 +132,9 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         arrive_warp(smem.free[slot]);
     };
 
-    if (task.entering)
-        load_state(state, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
-    else
-        warp::zero(state);
-    pin(state);
+    begin_state(state, task.entering, [&](auto& tile) {
+        load_state(tile, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
+    });
     for (int chunk = 0; chunk < chunks(); chunk++) {
         const Use<StatesMemory<C>::kStages> use(chunk);
         wait(smem.arrived[use.slot], use.phase);

@@ -56,15 +56,6 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
     wait_copies();
 }
 
-template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
-    if constexpr (StatesMemory<C>::kHasGateRing) {
-        scan_gates(g, smem, smem.gate_ring);
-    } else {
-        GateRegisters registers;
-        scan_gates(g, smem, registers);
-    }
-}
-
 // CTAs that share results and are no pair write those of a chunk in turn, the slices of V of one head and
 // then those of the next. So the order of the sums is always the same. Each turn adds what the one before has
 // stored to its own results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device

@@ -23,6 +23,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
     typename W::Tokens scores, right;
     typename W::Fragment
         read[std::max(kStateSteps, 2 * kTokenSteps)];  // dS, rounded; then the scaled factors
+    auto &scaled_q = reinterpret_cast<typename W::Factors&>(read[0]),
+         &scaled_k = reinterpret_cast<typename W::Factors&>(read[kTokenSteps]);
     typename W::Factors queries, keys;
 
     const StatesTask& task = smem.task;
@@ -47,7 +49,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
         W::read_state(right, read, stage.writes);
-        W::template wait_but<kStateSteps>();
+        wait_but<kStateSteps>();
         wait_scores_read(smem, step);
         W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
         meet_walkers<C>();  // 3
@@ -62,13 +64,13 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
                 through, right, [&](int j) -> const auto& { return keys[j]; }, gates.update, 1.f);
         else
             W::scale(right, gates.update);
-        W::add_columns(right, queries, tiles.reads, true);  // 4
-        W::add_columns(right, keys, tiles.erasures, false);
-        W::scale(read, queries, gates.read, g.scale);  // 5
-        W::add_to_state(state, read, stage.dout, true);
-        W::scale(read + kTokenSteps, keys, gates.read, -1.f);
-        W::add_to_state(state, read + kTokenSteps, stage.dv, false);
-        W::template wait_but<2 * kTokenSteps>();  // 6
+        add_columns(right, queries, tiles.reads);  // 4
+        add_columns(right, keys, tiles.erasures, false);
+        W::scale(scaled_q, queries, gates.read, g.scale);  // 5
+        add_columns(state, scaled_q, stage.dout);
+        W::scale(scaled_k, keys, gates.read, -1.f);
+        add_columns(state, scaled_k, stage.dv, false);
+        wait_but<2 * kTokenSteps>();  // 6
         pin(right), pin_all(queries), pin_all(keys);
         if (sums && column() < g.dim_k)
             store_sums(g, task, chunk, part(), SumsThroughState::of(through),
@@ -85,10 +87,10 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
             pin(state);
             each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
             W::load(queries, columns.queries), W::load(keys, columns.keys);
-            W::scale_dropped(read, queries, gates.read, g.scale);
-            W::add_to_state(state, read, stage.dout, true);
-            W::scale_dropped(read + kTokenSteps, keys, gates.read, -1.f);
-            W::add_to_state(state, read + kTokenSteps, stage.dv, false);
+            W::scale_dropped(scaled_q, queries, gates.read, g.scale);
+            add_columns(state, scaled_q, stage.dout);
+            W::scale_dropped(scaled_k, keys, gates.read, -1.f);
+            add_columns(state, scaled_k, stage.dv, false);
         }
         fence_async_proxy();                          // 8
         arrive_warp(smem.out_ready[walker()][slot]);  // q and k of a later chunk may take their places
@@ -100,11 +102,9 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         arrive_warp(smem.free[slot]);
     };
 
-    if (task.entering)
-        load_state(state, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
-    else
-        warp::zero(state);
-    pin(state);
+    begin_state(state, task.entering, [&](auto& tile) {
+        load_state(tile, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
+    });
     auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
     for (int step = 0; step < chunks(); step++) {
         const Use<StatesMemory<C>::kStages> use(step);

@@ -74,31 +74,28 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     };
 }
 
-template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t stream) {
+template <class C> void launch_states(const DeltaStatesParams& p, void* stream) {
     constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     const DeviceGuard guard(p.shape.device, kName);
     StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
-    const dim3 grid = grid_of(ctas, 1, kName);
     if (g.written) {
         g.at_once = served_at_once(g.turns() * g.ctas, p.shape.device, kName);
-        check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas) * sizeof(int), stream), kName);
+        launch_zeros(g.written, (1 + ctas) * sizeof(int), stream, kName);
     }
-    launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
+    launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas, C::kThreads, p.shape.device, stream,
                                                             kName, C::kPaired ? 2 : 1);
 }
 
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    auto with_pair = [&]<class T>() {
+    with_type(p.shape.half, [&]<class T>() {
         if constexpr (kWalk == StateWalk::left)
-            if (p.shared * slices_of(p.shape) == 2) return launch_states<StatesConfig<T, kWalk, true>>(p, s);
-        launch_states<StatesConfig<T, kWalk>>(p, s);
-    };
-    p.shape.half ? with_pair.template operator()<kittens::half>()
-                 : with_pair.template operator()<kittens::bf16>();
+            if (p.shared * slices_of(p.shape) == 2)
+                return launch_states<StatesConfig<T, kWalk, true>>(p, stream);
+        launch_states<StatesConfig<T, kWalk>>(p, stream);
+    });
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -4,7 +4,7 @@
 #include "common/tile_loader.cuh"
 #include "kittens.cuh"
 #include "scalar_gate/backward/walk/gates.cuh"
-#include "scalar_gate/bindings/params_gradients.h"
+#include "scalar_gate/bindings/params_backward.h"
 #include "sequence/begin_task.cuh"
 #include "sequence/gradient_walk.cuh"
 #include "sequence/segments.cuh"
@@ -38,7 +38,7 @@ template <class T_, int kTile, bool kNormalizer_, bool kSums_> struct GradientsC
     using Square = PanelTile<T, kChunk, kChunk>;  // scores
 };
 
-// Fields as in MlstmGradientsParams of bindings/params_gradients.h.
+// Fields as in MlstmGradientsParams of bindings/params_backward.h.
 struct GradientsGlobals {
     TensorMap q, k, v, dh;  // boxes of a chunk
     TensorMap states;       // boxes of a state

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "scalar_gate/backward/gate_gradients.cuh"
-#include "scalar_gate/bindings/params_gradients.h"
+#include "scalar_gate/bindings/params_backward.h"
 
 namespace tfla_tk::mlstm {
 
@@ -27,7 +27,7 @@ struct GateSumsGlobals : TileGlobals {
     const float *q_dq, *k_dk, *flows;
     int parts;  // of a flow that have been written
     Gate i, f;
-    GateGradient di, df;
+    Gate di, df;
     const float* chunk_m;
 };
 
@@ -41,36 +41,20 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_gate_gradients_kernel(
         const int chunk = threadIdx.x / 32;
         if (chunk >= tile.chunks) return;  // a tile without tokens has no chunks
         const LaneTokens lane(chunk, tile.tokens);
-        auto gate = [&](const Gate& gate) {
-            return [&](float none) {
-                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
-            };
-        };
-        const float2 i = P::input(gate(g.i)), f = P::forget(gate(g.f));
+        const TokenGates<P> gates(g, tile, lane);
         const int64_t row = tile.batch_head * g.seq + tile.first_row;
         const float2 q = lane.load(g.q_dq + row, 0.f), k = lane.load(g.k_dk + row, 0.f);
         const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
         float m_in = 0.f;
         if constexpr (P::kStabilised) m_in = load_chunk_m(g.chunk_m, slot).high;
-        const bool from_before = chunk % kStateChunks != 0 && !forgets_all_before<P>(i, f, m_in);
+        const bool from_before = chunk % kStateChunks != 0 && !forgets_all_before<P>(gates.i, gates.f, m_in);
         float flow = 0.f;
         if (const int part = fresh_laneid(); part < g.parts)
             flow = g.flows[(slot - from_before) * kFlowParts + part];
         const float2 given{q.x - k.x, q.y - k.y};
         flow = warp_sum(flow - (from_before ? given.x + given.y : 0.f));
         const float2 sums = suffix_sums(given);
-        auto store = [&](const GateGradient& gate, int t, float x) {
-            store_gate(gate,
-                       tile.batch * gate.batch_stride + tile.head * gate.head_stride +
-                           (tile.first_row + t) * gate.row_stride,
-                       x);
-        };
-        auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-            if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
-            store(g.df, t, P::forget_gradient(dlf, f));
-        };
-        if (lane.has_low) finish(lane.low, k.x, flow + sums.x, i.x, f.x);
-        if (lane.has_high) finish(lane.high, k.y, flow + sums.y, i.y, f.y);
+        store_gradients(g, tile, lane, gates, k, flow, sums);
     }
 }
 

@@ -8,7 +8,7 @@
 
 namespace tfla_tk::mlstm {
 
-template <class C> void launch_gradients(const MlstmGradientsParams& p, cudaStream_t stream) {
+template <class C> void launch_gradients(const MlstmGradientsParams& p, void* stream) {
     const DeviceGuard guard(p.device, "mlstm_gradients");
     const bool packed = p.cut.offsets != nullptr;
     const int slots = state_slots(p.seq, p.cut.sequences, packed), states = p.batch * p.heads * slots;
@@ -50,17 +50,30 @@ template <class C> void launch_gradients(const MlstmGradientsParams& p, cudaStre
         p.dim_qk,
         p.dim_v,
     };
-    const dim3 grid = grid_of(static_cast<std::int64_t>(p.cut.segments) * p.heads, 1, "mlstm_gradients");
-    launch<mlstm_gradients_kernel<C>, sizeof(GradientsMemory<C>)>(g, grid, C::kThreads, p.device, stream,
+    const std::int64_t ctas = std::int64_t{p.cut.segments} * p.heads;
+    launch<mlstm_gradients_kernel<C>, sizeof(GradientsMemory<C>)>(g, ctas, C::kThreads, p.device, stream,
                                                                   "mlstm_gradients");
 }
 
-template <class T> void run_gradients(const MlstmGradientsParams& p, cudaStream_t stream) {
+template <class P> void run_gate_gradients(const MlstmGateGradientsParams& p, void* stream) {
+    const GateSumsGlobals g{tile_globals(p), p.q_dq, p.k_dk, p.flows, p.parts, p.i, p.f, p.di, p.df,
+                            p.chunk_m};
+    launch<mlstm_gate_gradients_kernel<P>>(g, ctas_of(g), kTileThreads, p.device, stream,
+                                           "mlstm_gate_gradients");
+}
+
+}  // namespace tfla_tk::mlstm
+
+namespace tfla_tk {
+
+void mlstm_gradients(const MlstmGradientsParams& p, void* stream) {
     if (std::max(p.dim_qk, p.dim_v) > p.tile)
         throw std::runtime_error("mlstm_gradients: the tile does not hold the head dims");
     auto run = [&]<bool kNormalizer, bool kSums>() {
-        with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
-            launch_gradients<GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
+        with_type(p.half, [&]<class T>() {
+            with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
+                mlstm::launch_gradients<mlstm::GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
+            });
         });
     };
     if constexpr (kMayNormalize) {
@@ -72,27 +85,9 @@ template <class T> void run_gradients(const MlstmGradientsParams& p, cudaStream_
     }
 }
 
-template <class P> void run_gate_gradients(const MlstmGateGradientsParams& p, cudaStream_t stream) {
-    const GateSumsGlobals g{tile_globals(p), p.q_dq, p.k_dk, p.flows, p.parts, p.i, p.f, p.di, p.df,
-                            p.chunk_m};
-    launch<mlstm_gate_gradients_kernel<P>>(g, grid(g, "mlstm_gate_gradients"), kTileThreads, p.device, stream,
-                                           "mlstm_gate_gradients");
-}
-
-}  // namespace tfla_tk::mlstm
-
-namespace tfla_tk {
-
-void mlstm_gradients(const MlstmGradientsParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.half ? mlstm::run_gradients<kittens::half>(params, s)
-                : mlstm::run_gradients<kittens::bf16>(params, s);
-}
-
 void mlstm_gate_gradients(const MlstmGateGradientsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_gate_gradients");
-    const auto s = static_cast<cudaStream_t>(stream);
-    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_gate_gradients<P>(params, s); });
+    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_gate_gradients<P>(params, stream); });
 }
 
 }  // namespace tfla_tk

@@ -17,7 +17,7 @@ template <class C> struct GradientsWalker {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
-    static constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    static constexpr int kTokenSteps = kChunk / 16;
     static constexpr int kScores = kChunk / C::kWalkers;  // columns
 
     const GradientsGlobals& g;
@@ -67,21 +67,7 @@ template <class C> struct GradientsWalker {
         const ChunkGates& gates = smem.gates[slot];
         // 1
         issue_scores<T, C::kDimK>(scores, smem.queries[slot], smem.keys[slot], kScores * walker);
-        const auto keys = Operand128B::rows(&smem.keys[slot]);
-        const uint32_t tile = shared_address(&smem.gradient);
-        multiply_in_turns<kStateSteps>(
-            x, fragments,
-            [&](Fragment& a, int k) {
-                convert_fragment(a, gradient, k);
-                store_fragment<T, C::kDimV>(tile, own_row(), k, a.tiles[0][0].data);
-            },
-            [&](int k) { return keys.row_step(C::Tile::panel_bytes, k); },
-            [&](const Fragment& a, uint64_t b, int k) { wgmma_step<false>(x, a, 0, b, k > 0); },
-            [] { warpgroup::mma_commit_group(); },
-            [&] {
-                fence_async_proxy();
-                arrive_warp(smem.gradient_ready);
-            });
+        read_gradient(x, fragments, gradient, smem.keys[slot], smem.gradient, own_row(), smem.gradient_ready);
         pin(scores);
         load_columns(tokens, smem.douts[slot].data[walker]);
         for_token_pairs([&](int j, int k, int token) {
@@ -121,11 +107,9 @@ template <class C> struct GradientsWalker {
 
     __device__ inline void walk() {
         const GradientsTask& task = smem.task;
-        if (task.entering_c)
-            load_state_transposed(gradient, task.entering_c, 0, own_row(), g.dim_k, g.dim_v, g.dim_v);
-        else
-            warp::zero(gradient);
-        pin(gradient);
+        begin_state(gradient, task.entering_c, [&](auto& tile) {
+            load_state_transposed(tile, task.entering_c, 0, own_row(), g.dim_k, g.dim_v, g.dim_v);
+        });
 #pragma unroll 1
         for (int step = 0; step < task.chunks; step++) {
             const auto [slot, phase] = Use<C::kStages>(step);

@@ -166,20 +166,16 @@ struct PassRegisters {
 };
 
 struct PassTiling {
-    int stages, gate_stages;
     int fragments;  // A fragments of a state warpgroup, 16 columns each; one is filled, others are read
-    int ctas_per_sm;
     PassRegisters registers;
 };
 
 // One row per (columns of the keys, slice of the values). The comment names the limiting resource.
 constexpr PassTiling pass_tiling(int dim_keys, int slice) {
-    if (dim_keys == 256 && slice == 128)
-        return {2, 3, 3, 1, {32, 64, 208}};  // registers: the state takes 128
-    if (dim_keys == 128 && slice == 256)
-        return {2, 3, 3, 1, {32, 64, 208}};                // registers: the state takes 128
-    if (slice == 64) return {2, 3, 4, 1, {48, 208, 240}};  // smem: one CTA per SM, but two of 64/64
-    return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
+    if ((dim_keys == 256 && slice == 128) || (dim_keys == 128 && slice == 256))
+        return {3, {32, 64, 208}};                // registers: the state takes 128
+    if (slice == 64) return {4, {48, 208, 240}};  // smem: one CTA per SM, but two of 64/64
+    return {4, {48, 112, 176}};                   // smem: one CTA per SM
 }
 
 // Slices of 256 serve dv only: the row sums of dq and dk need more registers than they leave. What serves K
@@ -207,7 +203,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
     // scores_free of a stage lives in the CTA that makes the step's scores. Makers alternate from step to
     // step (ScoreTurns), so an even number of stages gives a stage one maker for the whole walk
-    static_assert(kTiling.stages % 2 == 0);
+    static constexpr int kStages = 2, kGateStages = 3;
 
     // Warpgroups: 0 is the producer (warp 0 loads tiles, 1 gates, 2 loads the factor and stores the gradient,
     // 3 adds up row sums), 1 makes the scores, the others hold the state.
@@ -242,9 +238,9 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     __device__ static inline int chunk(const PassTask& task, int step) {
         return kBackward ? task.chunks - 1 - step : step;
     }
-    __device__ static inline auto tile(int step) { return Use<kTiling.stages>(step); }
+    __device__ static inline auto tile(int step) { return Use<kStages>(step); }
     __device__ static inline auto out(int step, int block) { return Use<kOutStages>(step * kBlocks + block); }
-    __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
+    __device__ static inline auto gate_stage(int step) { return Use<kGateStages>(step); }
 
     using Stage = PassStage<typename base_types::packing<T>::packed_type>;
     using KeyTile = PanelTile<T, kChunk, kPart>;
@@ -263,28 +259,28 @@ struct alignas(16) PartialSums {
 
 // All shared memory of a CTA.
 template <class C> struct PassMemory {
-    typename C::KeyTile keys[C::kTiling.stages][C::kParts];
-    typename C::KeyTile queries[C::kTiling.stages][C::kParts];
-    typename C::ValueTile values[C::kTiling.stages];
-    typename C::ScoreTile scores[C::kTiling.stages];  // gated
+    typename C::KeyTile keys[C::kStages][C::kParts];
+    typename C::KeyTile queries[C::kStages][C::kParts];
+    typename C::ValueTile values[C::kStages];
+    typename C::ScoreTile scores[C::kStages];  // gated
     // 64 columns of the factor; the gradient replaces them, staged for TMA stores
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
-    PartialSums sums[C::kSumsRows ? C::kTiling.stages : 0][C::kStateWarpgroups];
+    PartialSums sums[C::kSumsRows ? C::kStages : 0][C::kStateWarpgroups];
     // operands for n: factors on the values in its update, and on n in the output (e for dq, ones for dk)
-    NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
-    NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
-    typename C::Stage gates[C::kTiling.gate_stages];
+    NormOperand norm_keys[C::kNormalizer ? C::kGateStages : 0];
+    NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kGateStages];
+    typename C::Stage gates[C::kGateStages];
     PassTask task;
     uint32_t lane_offsets[128];  // transposed_lane_offset of a state warpgroup's threads
     int ticket;                  // the cluster's, in its first CTA
 
-    semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
-    semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
-    semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
-    semaphore scores_ready[C::kTiling.stages];
-    semaphore scores_free[C::kTiling.stages];    // by both CTAs' warps; in the CTA that makes the scores
-    semaphore row_sums_free[C::kTiling.stages];  // the sums are complete when keys_free is
-    semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
+    semaphore keys_arrived[C::kStages][C::kParts], keys_free[C::kStages][C::kParts];
+    semaphore queries_arrived[C::kStages][C::kParts], queries_free[C::kStages][C::kParts];
+    semaphore values_arrived[C::kStages], values_free[C::kStages];
+    semaphore scores_ready[C::kStages];
+    semaphore scores_free[C::kStages];    // by both CTAs' warps; in the CTA that makes the scores
+    semaphore row_sums_free[C::kStages];  // the sums are complete when keys_free is
+    semaphore gates_ready[C::kGateStages], gates_free[C::kGateStages];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // dv: by the scores' warps
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
@@ -299,7 +295,7 @@ template <class C> struct PassMemory {
                 ready_warps == kByTma ? init_semaphore(barrier, 1) : init_warp_barrier(barrier, ready_warps);
             for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
         };
-        for (int stage = 0; stage < C::kTiling.stages; stage++) {
+        for (int stage = 0; stage < C::kStages; stage++) {
             init(keys_arrived[stage], keys_free[stage], kByTma, 4 + C::kStateWarps);
             init(queries_arrived[stage], queries_free[stage], kByTma, 4 + C::kStateWarps);
         }

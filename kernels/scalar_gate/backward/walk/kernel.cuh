@@ -26,8 +26,7 @@
 namespace tfla_tk::mlstm {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pass_kernel(
-    const __grid_constant__ PassGlobals g) {
+__global__ __launch_bounds__(C::kThreads, 1) void mlstm_pass_kernel(const __grid_constant__ PassGlobals g) {
     TFLA_DEVICE_CODE {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         auto& smem = *reinterpret_cast<PassMemory<C>*>(shared_memory);
@@ -42,9 +41,9 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         if (smem.task.tokens < 0) return;
 
         constexpr auto kRegisters = C::kTiling.registers;
-        constexpr int kThreads = C::kThreads, kCtas = C::kTiling.ctas_per_sm;
+        constexpr int kThreads = C::kThreads;
         if (warpgroup_id == 0) {
-            set_registers<kRegisters.producer, kThreads, kCtas>();
+            set_registers<kRegisters.producer, kThreads, 1>();
             const int warp = warpgroup::warpid();
             if (warp == 0)
                 load_pass_tiles(g, smem);
@@ -55,10 +54,10 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
             else if constexpr (C::kSumsRows)
                 store_row_sums(g, smem);
         } else if (warpgroup_id == 1) {
-            set_registers<kRegisters.scores, kThreads, kCtas>();
+            set_registers<kRegisters.scores, kThreads, 1>();
             make_pass_scores(g, smem);
         } else {
-            set_registers<kRegisters.state, kThreads, kCtas>();
+            set_registers<kRegisters.state, kThreads, 1>();
             walk_state(g, smem, warpgroup_id - 2);
         }
         if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory

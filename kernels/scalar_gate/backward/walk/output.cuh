@@ -109,7 +109,7 @@ template <class C> __device__ inline void store_row_sums(const PassGlobals& g, P
     const int ids = min(C::kStateWarpgroups,
                         (g.dim_values - task.column + kPanelColumns - 1) / kPanelColumns);  // with columns
     for (int step = 0; step < task.chunks; step++) {
-        const auto [slot, phase] = C::tile(step + C::kTiling.stages);
+        const auto [slot, phase] = C::tile(step + C::kStages);
         const int chunk = C::chunk(task, step), lane = fresh_laneid(), t = chunk * kChunk + 2 * lane;
         float2 whole{0.f, 0.f};
         FlowSum flow{0.f, 0.f};

@@ -71,8 +71,8 @@ template <class C> struct StateWalk {
     // A step of the walk: its chunk, and where its tiles and gates are.
     struct Step {
         int index, chunk;
-        Use<C::kTiling.gate_stages> stage;
-        Use<C::kTiling.stages> tile;
+        Use<C::kGateStages> stage;
+        Use<C::kStages> tile;
 
         __device__ inline Step(const PassTask& task, int index)
             : index(index), chunk(C::chunk(task, index)), stage(C::gate_stage(index)), tile(C::tile(index)) {}

@@ -30,7 +30,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
         const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
         if (!begin_task<C>(g, smem, blockIdx.x,
-                           [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch(); }))
+                           [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.box.prefetch(); }))
             return;
 
         if (warpgroup_id == 0) {

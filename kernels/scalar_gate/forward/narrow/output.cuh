@@ -98,9 +98,9 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         };
         if (const int rows = task.tokens - chunk * kChunk - warp_row; g.packed() && rows < 16)
 #pragma unroll 1
-            for (int r = 0; r < rows; r++) store(g.h_row, r);  // a box would reach into the next sequence
+            for (int r = 0; r < rows; r++) store(g.h.row, r);  // a box would reach into the next sequence
         else
-            store(g.h, 0);
+            store(g.h.box, 0);
         commit_stores();
     };
     auto scale_rows = [&](float2 factor) {

@@ -26,12 +26,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     auto load_initial = [&] {
         const float* c = task.initial_c(g);
         for_each_pass([&](int pass) {
-            if (c)
-                load_state(state[pass], c, warp_row, task.column + pass * C::kPassV, g.dim_qk, g.dim_v,
-                           g.dim_v);
-            else
-                warp::zero(state[pass]);
-            pin(state[pass]);
+            begin_state(state[pass], c, [&](auto& tile) {
+                load_state(tile, c, warp_row, task.column + pass * C::kPassV, g.dim_qk, g.dim_v, g.dim_v);
+            });
         });
     };
     // Writes the sums of the scaled keys for the warp of n. Two of every four lanes write one of the warp's

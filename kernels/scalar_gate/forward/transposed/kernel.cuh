@@ -29,7 +29,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_transposed_kernel(const 
         auto& smem = *reinterpret_cast<TransposedMemory<C>*>(shared_memory);
         const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
         if (!begin_task<C>(g, smem, blockIdx.x,
-                           [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
+                           [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.chunk.prefetch(); }))
             return;
         if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
 

@@ -149,7 +149,7 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, Transpose
         for (int id = 0; id < C::kStateWarpgroups; id++) {
             wait(smem.out_ready[slot][id], phase);
             fence_async_proxy();  // NOTES: here, since the state's warps would wait for their own writes
-            store_chunk(task, g.packed(), g.h_chunk, g.h, g.h_row, smem.values[slot].data[id], chunk,
+            store_chunk(task, g.packed(), g.h, smem.values[slot].data[id], chunk,
                         [&](const TensorMap& map, uint32_t from, int row) {
                             map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
                         });

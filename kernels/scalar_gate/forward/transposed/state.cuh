@@ -318,11 +318,9 @@ template <class C> struct TransposedStateWalk {
     __device__ inline void load_initial_state() {
         const float* initial = task.initial_c(g);
         for_each_part([&](auto& tile, int row, int column) {
-            if (initial)
+            begin_state(tile, initial, [&](auto& tile) {
                 load_state_transposed(tile, initial, row, column, g.dim_qk, g.dim_v, g.dim_v);
-            else
-                warp::zero(tile);
-            pin(tile);
+            });
         });
     }
     __device__ inline void store_last_state() {
