@@ -5,9 +5,9 @@
 
 namespace tfla_tk::decode {
 
-// Per token one reduction for S^T k and S^T q together: over a thread's rows, over the lanes of a warp by
-// shuffles, over the warps in shared memory, behind one barrier. Two sets of sums, used in turn, need no
-// second barrier.
+// Sums of S^T k and S^T q: over a thread's rows, over the lanes of a warp by shuffles, over the warps in
+// shared memory, behind a barrier: one per token by the delta rule, whose u takes S^T k, else one per pass.
+// Two sets of sums, used in turn, need no second barrier.
 template <class C> struct KFirst {
     using State = typename C::State;
     using P = typename C::Part;
@@ -17,7 +17,9 @@ template <class C> struct KFirst {
 
     struct Memory {
         Tokens<C> tokens;
-        float4 keys[2][kWarps][L], queries[2][kWarps][L];  // S^T k and S^T q over a warp's rows
+        // over a warp's rows
+        float4 keys[kDelta ? 2 : 1][kWarps][L];                 // S^T k
+        float4 queries[2][kDelta ? 1 : C::kTokens][kWarps][L];  // S^T q
         Four<State> staged[C::kStaged ? R : 1][C::kStaged ? C::kThreads : 1];
     };
 
@@ -86,9 +88,10 @@ template <class C> struct KFirst {
 #pragma unroll 1
             for (int t = 0; t < tokens; t++) step(s, pass, t);
             store_state(s);
-            out += C::kSlice;
+            if constexpr (!kDelta) store_outputs(pass, tokens);
             // NOTES: behind the stores, since the words take the registers of s
             if (!C::kStaged && more) load_state();
+            out += C::kSlice;
         }
     }
 
@@ -144,7 +147,7 @@ template <class C> struct KFirst {
         to += C::kSlice;
     }
 
-    // One token: x = S^T k and y = S^T q of the decayed state, u, S, o = y + (k.q) u.
+    // One token: x = S^T k and y = S^T q of the decayed state, u, S; by the delta rule o, too.
     __device__ inline void step(float (&s)[R][4], int pass, int t) {
         const Channels<C> low(memory.tokens, t, row * R), high(memory.tokens, t, row * R + 4);
         float x[4] = {}, y[4] = {};
@@ -157,12 +160,11 @@ template <class C> struct KFirst {
                 y[e] = __fmaf_rn(s[r][e], channels.decayed_q[r % 4], y[e]);
             }
         }
-        // a lane gets the sums of one of its four columns
-        const int mine = column * 4 + lane / 8;
-        float* const key_sums = reinterpret_cast<float*>(&memory.keys[set][0][0]);
-        float* const query_sums = reinterpret_cast<float*>(&memory.queries[set][0][0]);
-        if constexpr (kDelta) key_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(x, lane);
-        query_sums[warp * C::kSlice + mine] = sum_by_halving<4, 16, L>(y, lane);
+        auto leave = [&](float4(&to)[kWarps][L], float (&sums)[4]) {
+            reinterpret_cast<float*>(to[warp])[own_column()] = sum_by_halving<4, 16, L>(sums, lane);
+        };
+        if constexpr (kDelta) leave(memory.keys[set], x);
+        leave(memory.queries[set][kDelta ? 0 : t], y);
         if constexpr (kDelta) __syncthreads();
 
         float u[4];
@@ -188,17 +190,32 @@ template <class C> struct KFirst {
                 decay_and_add(s[r][e], channels.decay[r % 4], channels.k[r % 4], u[e]);
             round_between_tokens<C>(s[r]);
         }
-        if constexpr (!kDelta) __syncthreads();
-        if (warp == 0) {
-            float sum = 0.f;
-#pragma unroll
-            for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, query_sums[w * C::kSlice + mine]);
+        if constexpr (kDelta) {
             const int e = lane / 8;
-            const float of_column = e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3];
-            store_output(p, out + t * p.o.token_stride + mine,
-                         __fmaf_rn(memory.tokens.key_query[t], of_column, sum));
+            if (warp == 0) store_output_of(t, 0, e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3]);
+            set ^= 1;
         }
+    }
+
+    // A lane gets the sums of one of its four columns.
+    __device__ inline int own_column() const { return column * 4 + lane / 8; }
+
+    // Those of the tokens of a pass.
+    __device__ inline void store_outputs(int pass, int tokens) {
+        __syncthreads();
+#pragma unroll 1
+        for (int t = warp; t < tokens; t += kWarps)
+            store_output_of(t, t, memory.tokens.v[t][pass * C::kSlice + own_column()]);
         set ^= 1;
+    }
+    // o = y + (k.q) u, by one warp.
+    __device__ inline void store_output_of(int t, int place, float u) const {
+        const float* const sums = reinterpret_cast<const float*>(&memory.queries[set][place][0][0]);
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, sums[w * C::kSlice + own_column()]);
+        store_output(p, out + t * p.o.token_stride + own_column(),
+                     __fmaf_rn(memory.tokens.key_query[t], u, sum));
     }
 };
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tfla_tk.backends.registry import family_module
+from tfla_tk.core import dispatch
 from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
-from tfla_tk.core.dispatch import Described, choose
 from tfla_tk.core.memo import CallMemo
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
@@ -77,12 +77,12 @@ class CallPath:
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
         call = self._check(**arguments)
-        if isinstance(backend, Described):
+        if isinstance(backend, dispatch.Described):
             backend.kernel, backend.call = self.name, call
             raise backend
         if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
             self._warn_of_swapped(op, call, arguments)
-        name, variant = choose(op, self.name, call, backend)
+        name, variant = dispatch.choose(op, self.name, call, backend)
         if call.is_empty:
             # nothing to launch: the reference carries the initial state and the graph through
             name, variant = "reference", None
