@@ -24,7 +24,6 @@ from tfla_tk.build import (
     Launcher,
     all_instances,
     cache,
-    compiler,
     shipped_launchers,
     sources,
 )
@@ -98,7 +97,7 @@ EDITS = {
         "the launches": lambda a, root, mp: edit(root / "toy/launches.cu"),
         "the bindings": lambda a, root, mp: edit(root / "toy/bindings.cpp"),
         "what all launchers have": lambda a, root, mp: edit(root / "common/loaded_kernels.cpp"),
-        "flags": lambda a, root, mp: mp.setattr(compiler, "LAUNCHER_FLAGS", (*compiler.LAUNCHER_FLAGS, "-G")),
+        "flags": lambda a, root, mp: mp.setattr(cache.compiler, "LAUNCHER_FLAGS", ("-G",)),
     },
     "extension": OF_THE_MACHINE
     | {
