@@ -124,10 +124,9 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
         ValueError: an unknown name.
     """
     with _lock:
-        replaced = []
-        for name in _known(names):
-            for own, ours in _pairs(name):
-                replaced += _rebind(own, ours)
+        known = _known(names)
+        replaced = _rebind(pair for name in known for pair in _pairs(name))
+        for name in known:
             if name in _DISPATCHED:
                 _register(name)
             _accelerated.add(name)
@@ -148,18 +147,16 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
     """
     global _last
     with _lock:
-        replaced = []
-        for name in _known(names):
+        known = _known(names)
+        for name in known:
             _accelerated.discard(name)
             _refused[name].clear()
             if _last is not None and _last.function == name:
                 _last = None
             for key in [key for key in _counts if key[0] == name]:
                 del _counts[key]
-            if FUNCTIONS[name] in sys.modules:
-                for own, ours in _pairs(name):
-                    replaced += _rebind(ours, own)
-        return replaced
+        imported = [name for name in known if FUNCTIONS[name] in sys.modules]
+        return _rebind((ours, own) for name in imported for own, ours in _pairs(name))
 
 
 def is_accelerated(name: str | None = None) -> bool:
@@ -237,10 +234,13 @@ def _current(name: str) -> list[Callable[..., Any]]:
     return found
 
 
-def _rebind(present: Any, wanted: Any) -> list[str]:
-    """Have every attribute of a module that is one function be the other one; which they were."""
+def _rebind(pairs: Iterable[tuple[Any, Any]]) -> list[str]:
+    """Have every attribute of a module that is the first function of a pair be the second one; which they
+    were."""
     found: list[str] = []
-    if present is wanted:
+    # the functions are held, so that no other one gets their id
+    wanted_of = {id(present): (present, wanted) for present, wanted in pairs if present is not wanted}
+    if not wanted_of:
         return found
     # a module may be imported meanwhile, and sys.modules may hold what is no module
     for module_name, module in list(sys.modules.items()):
@@ -248,8 +248,8 @@ def _rebind(present: Any, wanted: Any) -> list[str]:
         if not isinstance(attributes, dict):
             continue
         for attribute, value in list(attributes.items()):
-            if value is present:
-                setattr(module, attribute, wanted)
+            if pair := wanted_of.get(id(value)):
+                setattr(module, attribute, pair[1])
                 found.append(f"{module_name}.{attribute}")
     return found
 
