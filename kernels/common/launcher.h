@@ -30,8 +30,6 @@ class Arguments {
     Arguments(const char* function, const std::vector<Argument>& all) : function(function), all(all) {}
 
     std::int64_t integer() { return next(Argument::Kind::integer, "an integer").integer; }
-    int number() { return static_cast<int>(integer()); }
-    bool flag() { return integer() != 0; }
     float real() {
         if (at < all.size() && all[at].kind == Argument::Kind::integer)
             return static_cast<float>(all[at++].integer);
@@ -39,14 +37,6 @@ class Arguments {
     }
     // A prepared address, of memory for T; 0 where there is none.
     template <class T = float> T* pointer() { return reinterpret_cast<T*>(integer()); }
-    DType dtype() { return static_cast<DType>(integer()); }
-    // Whether the next argument is given; None is skipped.
-    bool given() {
-        if (at < all.size() && all[at].kind == Argument::Kind::none) return ++at, false;
-        return true;
-    }
-    Operand operand() { return read<Operand>(); }
-    Gate gate() { return read<Gate>(); }
 
     template <class X> X read() {
         X x{};
@@ -55,8 +45,11 @@ class Arguments {
     }
     // Reads numbers, prepared addresses and structs with fields().
     template <class... X> void operator()(X&... x) { (read_into(x), ...); }
-    // Whether the next argument is given.
-    void given(bool& so) { so = given(); }
+    // Whether the next argument is given; None is skipped.
+    void given(bool& so) {
+        so = at >= all.size() || all[at].kind != Argument::Kind::none;
+        if (!so) at++;
+    }
 
     void end() const {
         if (at != all.size())
@@ -68,7 +61,7 @@ class Arguments {
         if constexpr (std::is_pointer_v<X>)
             x = reinterpret_cast<X>(integer());
         else if constexpr (std::is_same_v<X, bool>)
-            x = flag();
+            x = integer() != 0;
         else if constexpr (std::is_same_v<X, float>)
             x = real();
         else if constexpr (std::is_integral_v<X> || std::is_enum_v<X>)
@@ -104,16 +97,25 @@ struct Launcher {
     std::vector<std::pair<const char*, std::int64_t>> constants;
 };
 
-// The function that prepares kLaunch, with the parameters that kRead reads.
-template <auto kLaunch, auto kRead> LauncherFunction prepares(const char* name) {
-    return {name, [](Arguments& x) { return prepared<kLaunch>(kRead(x)); }};
-}
-// The same where the parameters have fields().
+// The function that prepares kLaunch, whose parameters have fields().
 template <auto kLaunch> LauncherFunction prepares(const char* name) {
     auto with_parameters = [&]<class Params>(void (*)(const Params&, void*)) {
         return LauncherFunction{name, [](Arguments& x) { return prepared<kLaunch>(x.read<Params>()); }};
     };
     return with_parameters(kLaunch);
+}
+
+// The function that launches at once: of its parameters, behind which the stream is passed.
+template <auto kRun> LauncherFunction runs(const char* name) {
+    auto with_parameters = [&]<class Params>(void (*)(const Params&, void*)) {
+        return LauncherFunction{.name = name, .run = [](Arguments& x) {
+                                    const auto params = x.read<Params>();
+                                    void* const stream = x.pointer<void>();
+                                    x.end();
+                                    kRun(params, stream);
+                                }};
+    };
+    return with_parameters(kRun);
 }
 
 // The function that tells the number, or the array of numbers, which kTell makes of its arguments.

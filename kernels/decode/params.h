@@ -11,12 +11,24 @@ struct Numbers {
     const void* data;
     std::int64_t batch_stride, token_stride, head_stride;
     DType dtype;
+
+    template <class Visit> void fields(Visit& visit) {
+        bool is_given;
+        visit.given(is_given);
+        if (is_given) visit(data, batch_stride, token_stride, head_stride, dtype);
+    }
 };
 
 // A number per head of v, or a row of them, contiguous; null where there is none.
 struct PerHead {
     const void* data;
     DType dtype;
+
+    template <class Visit> void fields(Visit& visit) {
+        bool is_given;
+        visit.given(is_given);
+        if (is_given) visit(data, dtype);
+    }
 };
 
 // The states of all heads of v: of a batch entry contiguous, [HV, V, K] or [HV, K, V]. Null: zeros before the
@@ -24,6 +36,8 @@ struct PerHead {
 struct StatePool {
     void* data;
     std::int64_t slot_stride;  // elements from the state of a slot to that of the next
+
+    template <class Visit> void fields(Visit& visit) { visit(data, slot_stride); }
 };
 
 // Which states of the pools are those of the batch entries. Null: their own number. Below `first` there is no
@@ -37,6 +51,12 @@ struct Slots {
     bool every;
     const int* accepted;  // [batch], before the tokens is the state of column accepted - 1; null: of column 0
     int first;
+
+    template <class Visit> void fields(Visit& visit) {
+        bool is_given;
+        visit.given(is_given);
+        if (is_given) visit(data, stride, columns, every, accepted, first);
+    }
 };
 
 // Tokens for which a state is read and written once; more take several turns. Calls of one token have kernels
@@ -75,6 +95,12 @@ struct DecodeParams {
     DecodeGate gate;
     float lower_bound;
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(q, k, v, o, g, beta, a_log, dt_bias, before, after, state_dtype, slots, offsets,
+              offsets_are_64bit, batch, heads, value_heads, dim_k, dim_v, tokens, scale, v_first, by_channel,
+              delta_rule, l2norm, beta_sigmoid, beta_double, gate, lower_bound, device);
+    }
 };
 
 // Columns of V that a launch takes together; V is to be a multiple.

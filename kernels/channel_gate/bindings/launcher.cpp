@@ -2,7 +2,7 @@
 #include "common/launcher.h"
 
 #include "channel_gate/bindings/params_backward.h"
-#include "sequence/read_arguments.h"
+#include "sequence/family_launcher.h"
 
 const tfla_tk::Launcher* tfla_launcher() {
     using namespace tfla_tk;

@@ -2,7 +2,7 @@
 #include "delta_rule/bindings/params_inputs.h"
 #include "delta_rule/bindings/params_states.h"
 #include "scalar_gate/bindings/backward.h"
-#include "sequence/read_arguments.h"
+#include "sequence/family_launcher.h"
 
 const tfla_tk::Launcher* tfla_launcher() {
     using namespace tfla_tk;

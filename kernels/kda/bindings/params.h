@@ -13,6 +13,8 @@
 //   dS = e^{b_L} dS' + Q_F^T dO - K_F^T G
 #pragma once
 
+#include <array>
+
 #include "common/operand.h"
 #include "sequence/cut.h"
 
@@ -24,6 +26,10 @@ struct KdaShape {
     int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
     int device;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(cut, batch, heads, seq, dim_k, dim_v, group, half, device);
+    }
 };
 
 // What is made of g, the log decay:
@@ -38,11 +44,8 @@ struct KdaTiles {
     void* tiles;    // [3, 64, tile of K] of q's type: Q_F, K_F, K_G
     void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta, norms
     void *a, *p;    // [64, 64] of q's type
-};
 
-// Bytes of the three kinds.
-struct KdaTilesBytes {
-    std::int64_t tiles, factors, matrix;
+    template <class Visit> void fields(Visit& visit) { visit(tiles, factors, a, p); }
 };
 
 struct KdaMatricesParams {
@@ -59,6 +62,11 @@ struct KdaMatricesParams {
     bool l2norm;                     // q and k are x r with r = (sum x^2 + 1e-6)^{-1/2}
     bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled
     KdaTiles left;                   // written
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, q, k, g, g_type, beta, a_log, dt_bias, gate, lower_bound, scale, l2norm, beta_sigmoid,
+              beta_double, left);
+    }
 };
 
 // Of a walk over the chunks. Both have the same operands:
@@ -73,6 +81,10 @@ struct KdaWalkParams {
     float* leaving;         // the same; null: not wanted
     void* states;           // of every chunk that which enters it (kda/state_fragments.cuh); null: not wanted
     int walkers;            // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(shape, values, results, tiles, entering, leaving, states, walkers);
+    }
 };
 
 // The parallel half of the backward. With dS' the gradient of the state that leaves a chunk, the mirror walk
@@ -93,10 +105,14 @@ struct KdaGradientsParams {
     // Parts of d dt_bias [batch * heads, slots, dim_k] and of dA_log [batch * heads, slots]; null: not
     // wanted.
     float *of_bias, *of_rate;
+
+    template <class Visit> void fields(Visit& visit) {
+        visit(of, v, states, state_gradients, d_out, solved, dq, dk, dg, dbeta, of_bias, of_rate);
+    }
 };
 
-KdaTilesBytes kda_tiles_bytes(const KdaShape& shape);
-std::int64_t kda_states_bytes(const KdaShape& shape);
+std::array<std::int64_t, 3> kda_tiles_bytes(const KdaShape& shape);  // of tiles, of factors, of A or P
+std::int64_t kda_states_bytes(const KdaShape& shape);                // of the states of all chunks
 
 // All throw std::runtime_error on a refused launch.
 void kda_matrices(const KdaMatricesParams& params, void* stream);

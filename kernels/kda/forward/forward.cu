@@ -37,7 +37,7 @@ template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, c
 
 namespace tfla_tk {
 
-KdaTilesBytes kda_tiles_bytes(const KdaShape& shape) {
+std::array<std::int64_t, 3> kda_tiles_bytes(const KdaShape& shape) {
     const std::int64_t chunks = static_cast<std::int64_t>(shape.batch) * shape.heads * kda::slots_of(shape);
     const int tile = kda::tile_of_k(shape);
     const std::size_t factors = tile == 64 ? sizeof(kda::Factors<64>) : sizeof(kda::Factors<128>);

@@ -2,7 +2,7 @@
 #include "scalar_gate/bindings/backward.h"
 #include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/params_walk.h"
-#include "sequence/read_arguments.h"
+#include "sequence/family_launcher.h"
 
 const tfla_tk::Launcher* tfla_launcher() {
     using namespace tfla_tk;

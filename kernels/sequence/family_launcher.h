@@ -1,15 +1,10 @@
-// Arguments that functions of every family take, and constants that every launcher tells.
+// Constants that the launchers of all families tell.
 #pragma once
 
 #include "common/launcher.h"
 #include "sequence/cut.h"
 
 namespace tfla_tk {
-
-// Address of the offsets or 0, whether they are 64-bit, sequences; segments, chunks of a segment.
-inline Cut read_cut(Arguments& x) {
-    return {x.pointer<const void>(), x.flag(), x.number(), x.number(), x.number()};
-}
 
 // The launcher of a family: parts of it, and the constants that Python and the kernels of every family share.
 inline Launcher joined(const std::vector<Launcher>& parts) {
