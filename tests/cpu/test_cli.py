@@ -240,10 +240,7 @@ WRONG = [
 WRONG_OF_COMPARE = [
     (("--layout", "bsnd"), "--layout: expected bnsd for gla"),
     (("--plot", "rows.xyz"), "--plot: expected a file name with one of"),
-    (
-        ("--backends", "tilelang"),
-        "--op: expected any of gated_delta_rule for the backend tilelang, got gla",
-    ),
+    (("--backends", "tilelang"), "--op: expected any of gated_delta_rule for the backend tilelang, got gla"),
 ]
 
 

@@ -74,11 +74,7 @@ ON_REFERENCE = "every operator runs on the PyTorch reference here."
     ],
 )
 def test_the_verdict_comes_last(
-    backends: tuple[str, str],
-    gpus: list[str],
-    sees_gpu: bool,
-    verdict: str,
-    monkeypatch: pytest.MonkeyPatch,
+    backends: tuple[str, str], gpus: list[str], sees_gpu: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {"tk": "no: no usable nvcc:\n  PATH: nothing"}
     uses = {

@@ -112,11 +112,7 @@ def test_the_error_has_its_public_name() -> None:
 
 # numbers and options that no call can have
 
-NUMBERS = {
-    "an int": 10**400,
-    "a fraction": Fraction(10**400),
-    "an int that Python does not print": 10**5000,
-}
+NUMBERS = {"an int": 10**400, "a fraction": Fraction(10**400), "an int that Python does not print": 10**5000}
 
 
 def expect_message(error: type[Exception], name: str, call: Callable[..., Any], **arguments: Any) -> None:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfla_tk import (
-    chunk_lightning_attn,
-    chunk_retention,
-    chunk_simple_gla,
-    reference,
-    simple_gla,
-)
+from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla, reference, simple_gla
 
 from .linear import assert_same, gradients
 from .simple_gla_calls import Kernels, draw

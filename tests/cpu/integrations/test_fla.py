@@ -142,10 +142,7 @@ def test_looks_like_the_original(accelerated: list[str]) -> None:
     ("error", "told"),
     [
         (ModuleNotFoundError(name="fla"), "fla is not installed: pip install flash-linear-attention"),
-        (
-            ModuleNotFoundError(name="triton"),
-            "fla needs triton, which is not installed: pip install triton",
-        ),
+        (ModuleNotFoundError(name="triton"), "fla needs triton, which is not installed: pip install triton"),
         # by a stand-in for triton
         (AttributeError("no 'language'"), "fla cannot be imported: AttributeError: no 'language'"),
     ],
