@@ -183,22 +183,6 @@ def test_what_the_backward_is_given(gate: str, last: bool, monkeypatch: pytest.M
     assert (seen[0][16] is None) != last
 
 
-def test_an_initial_state_may_be_changed_after_the_forward() -> None:
-    """A cache that is updated in place."""
-    x = make_inputs(states=STATES)
-    inputs = leaves(x)
-    cache = {n: x[n].clone() for n in STATES}
-    gradients = []
-    for changed in (False, True):
-        h = FWD(*arguments(inputs | cache))[0]
-        if changed:
-            for t in cache.values():
-                t.zero_()
-        gradients.append(torch.autograd.grad(h.square().sum(), [inputs[n] for n in "qkvif"]))
-    for first, second in zip(*gradients, strict=True):
-        assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_gates_reach_the_op_as_they_are(dtype: torch.dtype, fake_tk: Any) -> None:
     """The kernels read every dtype but float64, which becomes fp32."""
@@ -214,13 +198,6 @@ def test_gates_reach_the_op_as_they_are(dtype: torch.dtype, fake_tk: Any) -> Non
     x |= {n: x[n].to(dtype) for n in "if"}
     mlstm_chunkwise(**x, backend="tk")
     assert seen == [{torch.float32 if dtype == torch.float64 else dtype}]
-
-
-def test_no_output_is_an_input() -> None:
-    x = make_inputs(states=STATES)
-    out = FWD(*arguments(x))
-    inputs = {t.data_ptr() for t in x.values()}
-    assert not inputs & {t.data_ptr() for t in out}
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -318,14 +295,6 @@ def test_compile_public_function(gate: str, backend: str, fake_tk: Any) -> None:
     fake_tk.verdict = Support(backend == "tk")
     function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
     compiled_agrees(lambda **x: function(**x, backend=backend), make_inputs(), "aot_eager")
-
-
-@pytest.mark.parametrize("gate", ["exp", "sig"])
-def test_compile_packed_sequences(gate: str, fake_tk: Any) -> None:
-    fake_tk.verdict = Support(True)
-    function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
-    states = STATES if gate == "exp" else STATES[:2]
-    compiled_agrees(lambda **x: function(**x, backend="tk"), packed(states), "aot_eager")
 
 
 def test_compile_with_states_autocast_and_a_model_around(fake_tk: Any) -> None:

@@ -12,12 +12,9 @@ import pytest
 from tfla_tk.backends.triton import fla_own
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import ALL, own
+from .fla_calls import ALL, MARKS, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 
 # what of fla's is replaced beside its functions

@@ -13,12 +13,9 @@ import torch
 import tfla_tk
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import DISPATCHED, draw_raw, own
+from .fla_calls import DISPATCHED, MARKS, draw_raw, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 of_dispatched = pytest.mark.parametrize("name", DISPATCHED)
 
