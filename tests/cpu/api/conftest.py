@@ -30,6 +30,12 @@ from .served import Served
 from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
+# how the names of mLSTM's functions begin, and their options
+BY_GATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "exp": ("mlstm", {}),
+    "sig": ("mlstm_siging", {}),
+    "unnormalised": ("mlstm_siging", {"normalize": False}),
+}
 
 
 def make_inputs(

@@ -13,12 +13,7 @@ from tfla_tk import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, ml
 from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
-# how the names of the functions begin, and their options
-GATES: dict[str, tuple[str, dict[str, Any]]] = {
-    "exp": ("mlstm", {}),
-    "sig": ("mlstm_siging", {}),
-    "unnormalised": ("mlstm_siging", {"normalize": False}),
-}
+
 Draw = Callable[..., dict[str, Any]]
 
 

@@ -15,7 +15,8 @@ from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.ops.mlstm_decode import representable
 
-from .decode_calls import DECODES, GATES, draw_token
+from .conftest import BY_GATE
+from .decode_calls import DECODES, draw_token
 
 
 def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -24,9 +25,9 @@ def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name if name in "qkvif" else f"{name}_initial": x for name, x in sequence.items()}
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", BY_GATE)
 def test_step_is_a_sequence_of_one(gate: str) -> None:
-    name, options = GATES[gate]
+    name, options = BY_GATE[gate]
     inputs = draw_token(torch.float64)
     if gate != "exp":
         del inputs["m"]

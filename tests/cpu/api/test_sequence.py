@@ -12,7 +12,8 @@ import tfla_tk
 from tfla_tk import UnsupportedError, decode, mlstm_sequence, mlstm_siging_sequence, mlstm_step
 from tfla_tk.backends.tk import mlstm as tk
 
-from .decode_calls import DECODES, GATES, NAMES, draw_tokens
+from .conftest import BY_GATE
+from .decode_calls import DECODES, NAMES, draw_tokens
 
 
 def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
@@ -23,10 +24,10 @@ def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seq", [1, 2, 16, 40])
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", BY_GATE)
 def test_a_sequence_is_as_many_steps(gate: str, seq: int) -> None:
     """The reference takes any number of tokens."""
-    name, options = GATES[gate]
+    name, options = BY_GATE[gate]
     inputs = draw_tokens(torch.float64, seq)
     if gate != "exp":
         del inputs["m"]
