@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
@@ -315,24 +316,19 @@ def test_compile_dynamic_shapes(fake_tk: Any) -> None:
     """One graph for every length: the op is not specialised."""
     fake_tk.verdict = Support(True)
     torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph
-
+    graphs = CompileCounter()
     compiled = torch.compile(
-        lambda **x: mlstm_chunkwise(**x, backend="tk"), fullgraph=True, backend=count, dynamic=True
+        lambda **x: mlstm_chunkwise(**x, backend="tk"), fullgraph=True, backend=graphs, dynamic=True
     )
     for seq in (40, 57, 100):
         x = make_inputs(seq=seq)
         torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
     # packed: any length and any number of sequences
     for offsets in ([0, 7, 7, 40], [0, 1, 1, 50, 57], [0, 20, 60, 100]):
         x = make_inputs(1, seq=offsets[-1]) | {"cu_seqlens": torch.tensor(offsets)}
         torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
-    assert len(graphs) == 2
+    assert graphs.frame_count == 2
 
 
 @pytest.mark.slow
