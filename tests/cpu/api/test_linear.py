@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any
 
 import pytest
@@ -124,15 +123,6 @@ def test_signatures_are_those_of_fla() -> None:
                 # may be left out beside g_gamma
                 expected = [(n, None if n in ("layer_idx", "num_layers") else d) for n, d in expected]
             assert parameters_by_place(getattr(tfla_tk, name)) == expected, name
-
-
-@pytest.mark.parametrize("decay", [-1e3, -math.inf, 0.0])
-@of_families(*PLAIN)
-def test_gates_that_close(family: Family, decay: float) -> None:
-    """One channel of GLA and KDA, else a head."""
-    x = family.draw()
-    x["g"][:, ::3, ..., 1] = decay
-    assert_same(gradients(family.function, x), gradients(family.recurrent, x))
 
 
 # The path of the kernels

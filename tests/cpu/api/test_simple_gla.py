@@ -47,17 +47,6 @@ def test_decays_are_kept_but_not_in_a_trace() -> None:
     assert list(simple_gla._decays.values()) == [decay]
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_no_token(with_state: bool) -> None:
-    x = draw(seq=0)
-    state = x.pop("initial_state")
-    o, last = chunk_simple_gla(
-        **x, initial_state=state if with_state else None, output_final_state=True, backend="auto"
-    )
-    assert o.shape == (2, 0, 4, 32)
-    torch.testing.assert_close(last, state if with_state else torch.zeros_like(state))
-
-
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
 def test_no_head_and_no_batch(heads: tuple[int, int]) -> None:
     drawn = draw(batch=1 if heads[0] == 0 else 0, heads=heads)
