@@ -220,15 +220,9 @@ def test_a_command_of_bench_is_run_and_its_status_returned(
     assert len(seen) == 1
 
 
-# by "compare" and "gradcheck"; by the former alone
+# by "compare" and "gradcheck"; by one of them alone
 WRONG = [
     (("--backends", "cuda"), "--backends: expected tk, triton, "),
-    (
-        ("--backends", "reference:foo"),
-        "--backends: expected a variant such as reference:recurrent, reference:parallel, "
-        "reference:chunkwise, got 'reference:foo'",
-    ),
-    (("--backends", "triton:xl"), "--backends: expected a variant such as triton:limit_chunk_64, "),
     (("--backends", "tk:fast"), "--backends: expected a variant such as tk, got 'tk:fast'"),
     (("--shapes", "1x64x2x16x16xHV4"), "--shapes: shape HV: expected 2, gla has no more value heads"),
 ]
@@ -239,11 +233,22 @@ WRONG_OF_COMPARE = [
 ]
 
 
+WRONG_OF_GRADCHECK = [
+    (("--shapes", "1x1x1x16x16"), "--shapes: expected at least 2 tokens"),
+    (
+        ("--shapes", "1x64x1x16x16xN4", "--cases", "default+last"),
+        "--cases: expected none with +last for packed sequences",
+    ),
+    (("--backends", "tilelang"), "--backends: expected tk, triton, reference or name:variant"),
+]
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
         *((command, *wrong) for command in ("compare", "gradcheck") for wrong in WRONG),
         *(("compare", *wrong) for wrong in WRONG_OF_COMPARE),
+        *(("gradcheck", *wrong) for wrong in WRONG_OF_GRADCHECK),
     ],
 )
 def test_wrong_options_exit_with_2_before_anything_runs(

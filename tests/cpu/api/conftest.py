@@ -30,6 +30,7 @@ from .served import Served
 from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
+STATES = ("c_initial", "n_initial", "m_initial")
 # how the names of mLSTM's functions begin, and their options
 BY_GATE: dict[str, tuple[str, dict[str, Any]]] = {
     "exp": ("mlstm", {}),

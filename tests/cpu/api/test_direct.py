@@ -16,10 +16,9 @@ from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm as ops
 
-from .conftest import leaves, make_inputs
+from .conftest import STATES, leaves, make_inputs
 from .served import Operators
 
-STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference
 
-from .conftest import BY_GATE, leaves, make_inputs
+from .conftest import BY_GATE, STATES, leaves, make_inputs
 
-STATES = ("c_initial", "n_initial", "m_initial")
 GATES = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
 
 

@@ -18,9 +18,8 @@ from torch.library import opcheck
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
 from tfla_tk.ops import mlstm as ops
 
-from .conftest import leaves, make_inputs
+from .conftest import STATES, leaves, make_inputs
 
-STATES = ("c_initial", "n_initial", "m_initial")
 FWD = torch.ops.tfla_tk.mlstm_fwd.default
 BWD = torch.ops.tfla_tk.mlstm_bwd.default
 

@@ -13,10 +13,9 @@ from torch.library import opcheck
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
-from .conftest import make_inputs
+from .conftest import STATES, make_inputs
 
 Inputs = dict[str, Tensor]
-STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = [mlstm_chunkwise, mlstm_siging_chunkwise]
 
 

@@ -14,9 +14,8 @@ import tfla_tk
 import tfla_tk.reference
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
-from .conftest import make_inputs
+from .conftest import STATES, make_inputs
 
-STATES = ("c_initial", "n_initial", "m_initial")
 meta = torch.device("meta")
 
 Case = tuple[dict[str, Any], type[Exception], str]
