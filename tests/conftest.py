@@ -39,9 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-sass-summary", action="store_true", help="record what is compiled (make sass-summary)"
     )
     parser.addoption(
-        "--every-kernel",
-        action="store_true",
-        help="compile all unchanged kernels, not some of them by turns",
+        "--every-kernel", action="store_true", help="compile all unchanged kernels, not some of them by turns"
     )
     parser.addoption(
         "--quick", action="store_true", help="one case of each test that is short and compiles nothing"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tfla_tk.bench import readme, results
 
 from ..conftest import has_hopper
 
@@ -57,14 +54,6 @@ def test_every_family_and_drop_in_has_a_block() -> None:
 def test_it_is_short_and_the_drop_in_comes_early() -> None:
     lines = TEXT.splitlines()
     assert len(lines) <= 200 and lines.index("## Drop-in") < 90
-
-
-def test_the_summary_is_that_of_the_results_on_record(tmp_path: Path) -> None:
-    """`make tables` writes it, and the figure beside it."""
-    rows = results.load(results.FOLDER / "h200.json")
-    copy = shutil.copy(ROOT / "README.md", tmp_path)
-    assert not readme.update(Path(copy), rows)
-    assert (ROOT / readme.FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_image_is_shown() -> None:

@@ -16,16 +16,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .accuracy import TOLERANCE
-from .linear import (
-    Normal,
-    Tensors,
-    check_both,
-    draw_cotangents,
-    draw_operands,
-    pack,
-    run,
-    train,
-)
+from .linear import Normal, Tensors, check_both, draw_cotangents, draw_operands, pack, run, train
 
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 GATES = ["usual", "none", "slow", "-10", "mixed", "closed", "half closed"]

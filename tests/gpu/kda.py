@@ -14,15 +14,7 @@ from tfla_tk import chunk_kda
 from tfla_tk.core.layout import CHUNK
 
 from .accuracy import GRADIENT_TOLERANCE
-from .linear import (
-    Normal,
-    Tensors,
-    assert_accurate,
-    check_forward,
-    draw_operands,
-    exact,
-    train,
-)
+from .linear import Normal, Tensors, assert_accurate, check_forward, draw_operands, exact, train
 
 MOST_TRAINED = (128, 128)  # head dims with gradients
 GATES = [

@@ -20,11 +20,7 @@ from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
 from .accuracy import TOLERANCE
 from .conftest import forget_calls
-from .delta_rule import (
-    SEGMENT,
-    check,
-    draw,
-)
+from .delta_rule import SEGMENT, check, draw
 from .linear import (
     Tensors,
     assert_accurate,

@@ -13,15 +13,7 @@ from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
 
 from .conftest import forget_calls
 from .kda import GATES, check, draw, draw_raw
-from .linear import (
-    assert_equal,
-    both,
-    check_forward,
-    draw_cotangents,
-    pack,
-    run,
-    train,
-)
+from .linear import assert_equal, both, check_forward, draw_cotangents, pack, run, train
 from .memory import LENGTHS
 
 DIMS = [(128, 128), (64, 64), (64, 128), (128, 64), (128, 256), (64, 512)]

@@ -342,8 +342,7 @@ def test_rows_for_the_backward(
     tensors = [x[name] for name in TOKENS] + [x.get(name) if initial else None for name in states]
     *_, row_n, row_m, chunk_m = op(tensors, offsets)
     *_, true_n, true_m, true_chunk_m = op(
-        [None if t is None else t.double().cpu() for t in tensors],
-        None if offsets is None else offsets.cpu(),
+        [None if t is None else t.double().cpu() for t in tensors], None if offsets is None else offsets.cpu()
     )
     for found, truth, wanted in ((row_n, true_n, normalize), (row_m, true_m, not sigmoid_gate)):
         assert found.shape == (x["i"].shape if wanted else (0,))

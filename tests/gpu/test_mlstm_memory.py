@@ -13,16 +13,7 @@ from torch import Tensor
 from tfla_tk.backends.tk import segments
 
 from .accuracy import relative_error
-from .memory import (
-    OPERANDS,
-    fuse,
-    head_last,
-    odd_rows,
-    relayout,
-    shifted,
-    shifted_transposed,
-    transposed,
-)
+from .memory import OPERANDS, fuse, head_last, odd_rows, relayout, shifted, shifted_transposed, transposed
 from .mlstm import assert_accurate, check, make_inputs
 
 COPIED = (shifted, odd_rows, shifted_transposed, head_last)

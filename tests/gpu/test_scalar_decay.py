@@ -11,15 +11,7 @@ import torch
 
 from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
-from .linear import (
-    Tensors,
-    assert_graph_replays,
-    both,
-    check_both,
-    draw_cotangents,
-    pack,
-    run,
-)
+from .linear import Tensors, assert_graph_replays, both, check_both, draw_cotangents, pack, run
 from .linear import draw_simple_gla as draw
 from .memory import LENGTHS, normal
 

@@ -146,8 +146,8 @@ PYTHON = (
     Fault("a build that failed is not tried again by the drop-in", "tfla_tk/integrations/fla.py",
           "key = None if compiling or error.failed else", "key = None if compiling else",
           "tests/cpu/integrations/test_fla_or_tk.py"),
-    Fault("offsets on the CPU are not compared", "tfla_tk/calls/linear.py",
-          "    check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    state_v_first", "    state_v_first",
+    Fault("offsets on the CPU are not compared", "tfla_tk/simple_gla.py",
+          "    check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n", "",
           "tests/cpu/api/test_refusals.py -k 'packing or offsets'"),
     # kernels whose sources run on a CPU in their tests
     Fault("scale of a step's normaliser", "kernels/decode/mlstm/step.cuh",

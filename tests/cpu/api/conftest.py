@@ -18,7 +18,7 @@ from tfla_tk import Support, decode, mlstm
 from tfla_tk.backends.tk import device, scalar_gate
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.tk.scalar_gate import forward
-from tfla_tk.backends.triton import installation, mlstm_kernels
+from tfla_tk.backends.triton import fla, installation, mlstm_kernels
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.layout import Cut, Kept
 from tfla_tk.core.support import SUPPORTED
@@ -30,6 +30,13 @@ from .served import Served
 from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
+STATES = ("c_initial", "n_initial", "m_initial")
+# how the names of mLSTM's functions begin, and their options
+BY_GATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "exp": ("mlstm", {}),
+    "sig": ("mlstm_siging", {}),
+    "unnormalised": ("mlstm_siging", {"normalize": False}),
+}
 
 
 def make_inputs(
@@ -188,6 +195,19 @@ def reference_or_tk(request: pytest.FixtureRequest, fake_tk: FakeTk) -> str:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU."""
     return serve_simple_gla(monkeypatch)
+
+
+@pytest.fixture
+def given_to_fla(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the adapter onto fla passes on: `op`, `args`, and keywords by their names."""
+    got: dict[str, Any] = {}
+
+    def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        got.update(kwargs, op=op, args=args)
+        return args[2], None
+
+    monkeypatch.setattr(fla, "call_fla", call_fla)
+    return got
 
 
 @pytest.fixture(autouse=True)

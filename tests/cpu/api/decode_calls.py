@@ -13,6 +13,7 @@ from tfla_tk import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, ml
 from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
+
 Draw = Callable[..., dict[str, Any]]
 
 

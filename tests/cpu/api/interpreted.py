@@ -46,7 +46,7 @@ def double(tensors: list[Tensor]) -> list[Tensor]:
 
 def mlstm_inputs(seq: int, dim_qk: int = DIM_QK) -> list[Tensor]:
     g = torch.Generator().manual_seed(seq)
-    heads = HEADS if seq <= 256 else 1  # the interpreter's time goes with them
+    heads = HEADS if seq <= 96 else 1  # the interpreter's time goes with them
     shapes = [(1, heads, seq, dim_qk)] * 2 + [(1, heads, seq, DIM_V)] + [(1, heads, seq)] * 2
     q, k, v, i, f = (torch.randn(shape, generator=g) for shape in shapes)
     return [q, k, v, i, f + 3]

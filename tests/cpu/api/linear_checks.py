@@ -61,7 +61,8 @@ def assert_packs_sequences(
 def assert_final_state_is_a_copy(
     function: Callable[..., Any], x: Inputs, *, v_first: bool, **options: Any
 ) -> None:
-    """That without a token the final state is no view of the initial one: caches are updated in place."""
+    """That without a token the final state is no view of the initial one, as caches are updated in place, or
+    zeros."""
     assert x["q"].shape[1] == 0
     given = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
     before = given.clone()
@@ -70,6 +71,8 @@ def assert_final_state_is_a_copy(
     assert o.shape == x["v"].shape
     last.add_(1)
     torch.testing.assert_close(given, before, rtol=0, atol=0)
+    _, last = function(**x | {"initial_state": None}, output_final_state=True, **options)
+    assert last.shape == (*before.shape[:2], x["k"].shape[-1], x["v"].shape[-1]) and not last.any()
 
 
 def assert_final_state_may_change(function: Callable[..., Any], x: Inputs, **options: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import tfla_tk
 from tfla_tk import (
@@ -157,28 +158,19 @@ def ops_of(graphs: list[torch.fx.GraphModule]) -> list[tuple[Any, ...]]:
 
 def test_compiled_calls_follow_it(kernels: Kernels) -> None:
     """A change compiles anew, and a graph that is there serves again."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph
-
     torch._dynamo.reset()
-    compiled = torch.compile(chunk_simple_gla, backend=backend, fullgraph=True)
+    recorded = EagerAndRecordGraphs()
+    compiled = torch.compile(chunk_simple_gla, backend=recorded, fullgraph=True)
     x = draw()
     for value in (False, True, False, True):
         with batch_invariant(value):
             compiled(**x, backend="tk")
-    assert [options[1] for options in ops_of(graphs)] == [False, True]
+    assert [options[1] for options in ops_of(recorded.graphs)] == [False, True]
     torch._dynamo.reset()
 
 
 def test_within_compiled_code(kernels: Kernels) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph
+    recorded = EagerAndRecordGraphs()
 
     def function(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         with batch_invariant():
@@ -187,7 +179,7 @@ def test_within_compiled_code(kernels: Kernels) -> None:
         return first, second
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend)(draw())
-    assert [options[1] for options in ops_of(graphs)] == [True, False]
+    torch.compile(function, backend=recorded)(draw())
+    assert [options[1] for options in ops_of(recorded.graphs)] == [True, False]
     assert not is_batch_invariant()
     torch._dynamo.reset()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
+from tfla_tk import mlstm_siging_step, mlstm_step
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.ops.mlstm_decode import representable
 
+from .conftest import BY_GATE
 from .decode_calls import DECODES, draw_token
 
 
@@ -24,24 +25,18 @@ def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name if name in "qkvif" else f"{name}_initial": x for name, x in sequence.items()}
 
 
-def test_step_is_a_sequence_of_one() -> None:
+@pytest.mark.parametrize("gate", BY_GATE)
+def test_step_is_a_sequence_of_one(gate: str) -> None:
+    name, options = BY_GATE[gate]
     inputs = draw_token(torch.float64)
-    h, state = mlstm_step(**inputs)
-    expected, last = mlstm_chunkwise(**as_sequence(inputs), return_last_states=True)
-    torch.testing.assert_close((h, *state), (expected.squeeze(2), *last))
-    assert {x.dtype for x in (h, *state)} == {torch.float64}
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_siging_step_is_a_sequence_of_one(normalize: bool) -> None:
-    inputs = draw_token(torch.float64)
-    del inputs["m"]
-    h, (c, n) = mlstm_siging_step(**inputs, normalize=normalize)
-    options = {"return_last_states": True, "normalize": normalize}
-    expected, (c_last, n_last) = mlstm_siging_chunkwise(**as_sequence(inputs), **options)
-    torch.testing.assert_close((h, c), (expected.squeeze(2), c_last))
-    torch.testing.assert_close(n, n_last if normalize else inputs["n"].double())
-    assert n.data_ptr() != inputs["n"].data_ptr()
+    if gate != "exp":
+        del inputs["m"]
+    h, (c, n, *m) = getattr(tfla_tk, f"{name}_step")(**inputs, **options)
+    function = getattr(tfla_tk, f"{name}_chunkwise")
+    expected, (c_last, n_last, *m_last) = function(**as_sequence(inputs), return_last_states=True, **options)
+    torch.testing.assert_close((h, c, m), (expected.squeeze(2), c_last, m_last))
+    torch.testing.assert_close(n, inputs["n"].double() if gate == "unnormalised" else n_last)
+    assert {x.dtype for x in (h, c, n)} == {torch.float64} and n.data_ptr() != inputs["n"].data_ptr()
 
 
 def test_representable_keeps_the_memory() -> None:

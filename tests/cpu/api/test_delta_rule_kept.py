@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -76,20 +76,14 @@ def expected_of(x: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_compiled_training_runs_the_forward_once(kernels: KeepingKernels) -> None:
-    graphs: list[str] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph.code)
-        return graph
-
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    recorded = AotEagerAndRecordGraphs()
     x = draw()
-    compiled = torch.compile(chunk_gated_delta_rule, backend=backend, fullgraph=True)
+    compiled = torch.compile(chunk_gated_delta_rule, backend=recorded, fullgraph=True)
     kernels.calls.clear()
     found = gradients(compiled, x)
     assert kernels.calls == PLAIN
     assert_same(found, expected_of(x))
-    forward, backward = graphs
+    forward, backward = (graphs[0].code for graphs in (recorded.fw_graphs, recorded.bw_graphs))
     assert "delta_rule_fwd_kept" in forward and "delta_rule_bwd_kept" in backward
     assert "delta_rule_fwd" not in backward
 

@@ -18,8 +18,6 @@ from tfla_tk import mlstm, mlstm_chunkwise
 from .conftest import make_inputs
 from .served import Functions, Operators, Served
 
-STATES = ("c_initial", "n_initial", "m_initial")
-
 
 @pytest.mark.parametrize(
     "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
 from tfla_tk.backends.triton import fla, installation
 from tfla_tk.backends.triton import mlstm_kernels as triton
@@ -75,7 +75,7 @@ def test_which_takes_positional_arguments_and_variants() -> None:
 
 
 def test_which_rejects_unknown_operators() -> None:
-    with pytest.raises(ValueError, match=r"op: expected one of .*mlstm_chunkwise, .*, got 'softmax'"):
+    with pytest.raises(ValueError, match=r"op: expected one of .*mlstm_chunkwise, .*, got 'softmax'$"):
         which("softmax", **make_inputs())
     with pytest.raises(ValueError, match="op: expected one of"):
         which(torch.softmax, **make_inputs())
@@ -109,22 +109,15 @@ def test_unsupported_error_is_public_and_a_runtime_error() -> None:
     error = UnsupportedError("mlstm_chunkwise on backend 'tk'", "no nvcc")
     assert isinstance(error, RuntimeError) and error.remedy == ""
     assert str(error) == "mlstm_chunkwise on backend 'tk': no nvcc"
-    assert tfla_tk.UnsupportedError is UnsupportedError
+    (shown,) = traceback.format_exception_only(type(error), error)
+    assert shown == f"tfla_tk.UnsupportedError: {error}\n"
 
 
-@pytest.mark.parametrize(
-    ("reason", "remedy"),
-    [
-        ("NVIDIA A100 has compute capability 8.0, the kernels need 9.0", "run on a Hopper GPU"),
-        ("no nvcc", "install the CUDA toolkit"),
-        ("no ThunderKittens", "set THUNDERKITTENS_ROOT"),
-    ],
-)
-def test_reasons_of_the_machine_reach_the_user(reason: str, remedy: str, fake_tk: Any) -> None:
-    fake_tk.verdict = Support(False, reason, remedy)
+def test_reasons_of_the_machine_reach_the_user(fake_tk: Any) -> None:
+    fake_tk.verdict = Support(False, "no nvcc", "install the CUDA toolkit")
     with pytest.raises(UnsupportedError) as caught:
         mlstm_chunkwise(**make_inputs(), backend="tk")
-    assert (caught.value.reason, caught.value.remedy) == (reason, remedy)
+    assert (caught.value.reason, caught.value.remedy) == ("no nvcc", "install the CUDA toolkit")
     assert mlstm_chunkwise(**make_inputs()).shape == make_inputs()["v"].shape
 
 
@@ -151,10 +144,8 @@ def test_which_takes_packed_sequences(fake_tk: Any) -> None:
 
 
 def test_triton_serves_inference(gpu_triton: None) -> None:
-    assert triton.supports_mlstm(gpu_call()) == Support(True)
-    assert triton.default_variant(gpu_call()) == ("xl_chunk", 128)
-    assert triton.supports_mlstm(gpu_call(sigmoid_gate=True)) == Support(True)
-    assert triton.default_variant(gpu_call(sigmoid_gate=True)) == ("siging_xl", 128)
+    for gate in (False, True):
+        assert triton.supports_mlstm(gpu_call(sigmoid_gate=gate)) == Support(True)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +176,6 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
         ({"batch": 1, "sequences": 8, "varlen": True}, None, "no variable length"),
         ({"batch": 1, "sequences": 8, "varlen": True}, "limit_chunk_64", "no variable length"),
         ({"dim_qk": 24}, None, "DHQK = 24"),
-        ({"dim_qk": 48}, None, "DHQK = 48"),
-        ({"dim_qk": 96}, None, "DHQK = 96"),
         ({"dim_qk": 160}, None, "DHQK = 160"),
         ({"dim_qk": 8}, None, "DHQK = 8 is below"),
         ({"dim_v": 8}, None, "DHHV = 8 is below"),
@@ -221,7 +210,6 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
         ),
         ({"batch": 1, "heads": 1, "seq": 2**20, "dim_qk": 16}, "limit_chunk_16", "chunks = 65,536"),
         ({"batch": 70000, "heads": 1, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
-        ({"batch": 1, "heads": 70000, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
         ({"batch": 65536, "heads": 1, "seq": 16, "dim_v": 64}, "limit_chunk_16", "batch x heads = 65,536"),
         (
             {"batch": 70000, "heads": 1, "seq": 128, "sigmoid_gate": True, "dim_qk": 64, "dim_v": 64},
@@ -258,19 +246,14 @@ def test_triton_accepts(changes: dict[str, Any], variant: str | None, gpu_triton
     assert triton.supports_mlstm(gpu_call(**changes), variant).ok
 
 
-def test_triton_default_follows_the_length(gpu_triton: None) -> None:
-    expected = {
-        8192: ("xl_chunk", 128),
-        192: ("xl_chunk", 64),
-        96: ("limit_chunk", 32),
-        48: ("limit_chunk", 16),
-    }
-    assert {seq: triton.default_variant(gpu_call(seq=seq)) for seq in expected} == expected
-
-
 @pytest.mark.parametrize(
     ("changes", "variant"),
     [
+        ({}, ("xl_chunk", 128)),
+        ({"sigmoid_gate": True}, ("siging_xl", 128)),
+        ({"seq": 192}, ("xl_chunk", 64)),
+        ({"seq": 96}, ("limit_chunk", 32)),
+        ({"seq": 48}, ("limit_chunk", 16)),
         # 512 chunks of 128 for each of 128 heads are one too many
         ({"batch": 8, "heads": 16, "seq": 65536}, ("xl_chunk", 256)),
         ({"batch": 8, "heads": 16, "seq": 65536, "sigmoid_gate": True}, ("siging_xl", 256)),
@@ -290,7 +273,7 @@ def test_triton_default_follows_the_length(gpu_triton: None) -> None:
         ),
     ],
 )
-def test_triton_default_follows_the_grid(
+def test_triton_default_follows_length_and_grid(
     changes: dict[str, Any], variant: tuple[str, int], gpu_triton: None
 ) -> None:
     assert triton.default_variant(gpu_call(**changes)) == variant
@@ -391,18 +374,6 @@ def test_auto_moves_on_where_the_triton_kernels_do_not_import(
     finally:
         installation.import_fault.cache_clear()
     assert len(caplog.records) == 2
-
-
-def test_triton_variants() -> None:
-    assert triton.variants("mlstm_chunkwise") == [
-        "triton:limit_chunk_64",
-        "triton:xl_chunk_64",
-        "triton:xl_chunk_128",
-        "triton:xl_chunk_256",
-    ]
-    assert triton.variants("mlstm_siging_chunkwise") == [
-        f"triton:siging_xl_{size}" for size in (64, 128, 256)
-    ]
 
 
 def test_fla_table(gpu_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:

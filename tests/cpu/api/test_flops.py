@@ -31,11 +31,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("function", "compiler"),
-    [
-        ("mlstm_chunkwise", None),
-        ("mlstm_siging_chunkwise", None),
-        ("mlstm_siging_chunkwise", "aot_eager"),
-    ],
+    [("mlstm_chunkwise", None), ("mlstm_siging_chunkwise", None), ("mlstm_siging_chunkwise", "aot_eager")],
 )
 def test_training(function: str, compiler: str | None, fake_tk: Any) -> None:
     """What the benchmarks count, after calls that were not counted as well."""

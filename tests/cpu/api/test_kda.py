@@ -122,16 +122,9 @@ def _described(x: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("seq", [4, 40])
-def test_fla_gets_the_flags_that_the_caller_gave(seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_gets_the_flags_that_the_caller_gave(seq: int, given_to_fla: dict[str, Any]) -> None:
     """And a few tokens dense: fla's function itself would make them so."""
-    got: dict[str, Any] = {}
-
-    def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        got.update(kwargs, op=op, args=args)
-        return args[2], None
-
-    monkeypatch.setattr(fla, "call_fla", call_fla)
-    x = draw_raw(by_channel=True, seq=seq)
+    got, x = given_to_fla, draw_raw(by_channel=True, seq=seq)
     x["q"] = x["q"].transpose(1, 2).contiguous().transpose(1, 2)
     flags = {**FLAGS, "safe_gate": True, "disable_recompute": True, "use_graph": True}
     call, tensors = _described(x | flags | {"lower_bound": -2.0})

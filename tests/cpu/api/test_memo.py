@@ -17,10 +17,8 @@ import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise
 from tfla_tk.core import memo
 
-from .conftest import make_inputs
+from .conftest import STATES, make_inputs
 from .served import Functions, Operators, Served
-
-STATES = ("c_initial", "n_initial", "m_initial")
 
 
 def test_an_equal_call_is_checked_once(served: Served) -> None:

@@ -70,7 +70,7 @@ FORMS = {
 PUBLIC = {
     f"{function.__name__} {backend}": partial(function, backend=backend)
     for function in (tfla_tk.mlstm_chunkwise, tfla_tk.mlstm_siging_chunkwise)
-    for backend in ("auto", "reference", "reference:parallel", "reference:recurrent")
+    for backend in ("auto", "reference:parallel")
 }
 
 

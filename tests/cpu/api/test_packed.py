@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
-from .conftest import make_inputs
+from .conftest import STATES, make_inputs
 
 Inputs = dict[str, Tensor]
-STATES = ("c_initial", "n_initial", "m_initial")
 FUNCTIONS = [mlstm_chunkwise, mlstm_siging_chunkwise]
 
 
@@ -63,18 +63,13 @@ def gradients(out: tuple[Tensor, tuple[Tensor, ...]], inputs: Inputs) -> list[Te
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_fullgraph(packed: Any, function: Any, backend: str, compiler: str) -> None:
     """Outputs and gradients are those of the eager call, for other offsets too, without another graph."""
-    graphs = 0
 
     def call(cu_seqlens: Tensor, inputs: Inputs) -> Any:
         return function(**inputs, return_last_states=True, cu_seqlens=cu_seqlens, backend=backend)
 
-    def counted(graph: Any, example: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return torch._dynamo.lookup_backend(compiler)(graph, example)
-
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend=counted)
+    graphs = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(call, fullgraph=True, backend=graphs)
     for cu_seqlens in (offsets(0, 20, 20, 90), offsets(0, 1, 64, 90)):
         inputs = packed()
         expected, found = call(cu_seqlens, inputs), compiled(cu_seqlens, inputs)
@@ -82,7 +77,7 @@ def test_fullgraph(packed: Any, function: Any, backend: str, compiler: str) -> N
         torch.testing.assert_close(
             gradients(found, inputs), gradients(expected, inputs), rtol=1e-8, atol=1e-8
         )
-    assert graphs == 1
+    assert graphs.frame_count == 1
 
 
 def test_compiled_calls_refuse_offsets_that_do_not_fit(packed: Any) -> None:

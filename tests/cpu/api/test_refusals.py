@@ -234,13 +234,8 @@ def test_the_others_check_alike(function: Callable[..., Any]) -> None:
     x = {name: t for name, t in SIMPLE_GLA.draw().items() if name in "qkv"}
     if function is chunk_lightning_attn:
         x |= {"layer_idx": 0, "num_layers": 1}
-    several = "v: expected a multiple of q's 2 heads, got 3"
-    assert_refused(function, x | {"v": x["v"][:, :, :3]}, ValueError, several)
     none = {"q": x["q"][:, :, :1], "k": x["k"][:, :, :1], "v": x["v"][:, :, :0]}
     assert_refused(function, x | none, ValueError, "v: expected a multiple of q's 1 head, got 0 with shape")
-    assert_refused(
-        function, x | {"v": None}, TypeError, r"v: expected a tensor \[B, T, HV, V\], got NoneType"
-    )
     unknown = "unexpected keyword argument 'state_v_first'"
     assert_refused(function, x | {"state_v_first": True}, TypeError, unknown)
     assert which(function, **x).backend == "reference"
@@ -347,15 +342,8 @@ def test_fla_variants() -> None:
         chunk_simple_gla(**SIMPLE_GLA.draw(), backend="triton:fla")
 
 
-def test_fla_gets_the_flags_that_the_caller_gave(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    got: dict[str, Any] = {}
-
-    def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        got.update(kwargs, op=op, args=args)
-        return args[2], None
-
-    monkeypatch.setattr(fla, "call_fla", call_fla)
-    x = GATED.draw(dtype=torch.float32)
+def test_fla_gets_the_flags_that_the_caller_gave(fla_runs: None, given_to_fla: dict[str, Any]) -> None:
+    got, x = given_to_fla, GATED.draw(dtype=torch.float32)
     q, k, v, g, beta, state = x.values()
     a_log, dt_bias = g[0, 0], g[0, 1]
     flags = {"qk_l2norm": True, "beta_sigmoid": True, "neg_eigval": True, "state_v_first": True}

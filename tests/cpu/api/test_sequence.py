@@ -9,18 +9,10 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import (
-    UnsupportedError,
-    decode,
-    mlstm_chunkwise,
-    mlstm_sequence,
-    mlstm_siging_chunkwise,
-    mlstm_siging_sequence,
-    mlstm_siging_step,
-    mlstm_step,
-)
+from tfla_tk import UnsupportedError, decode, mlstm_sequence, mlstm_siging_sequence, mlstm_step
 from tfla_tk.backends.tk import mlstm as tk
 
+from .conftest import BY_GATE
 from .decode_calls import DECODES, NAMES, draw_tokens
 
 
@@ -32,41 +24,22 @@ def token_of(tokens: dict[str, Tensor], t: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seq", [1, 2, 16, 40])
-def test_a_sequence_is_as_many_steps(seq: int) -> None:
+@pytest.mark.parametrize("gate", BY_GATE)
+def test_a_sequence_is_as_many_steps(gate: str, seq: int) -> None:
     """The reference takes any number of tokens."""
+    name, options = BY_GATE[gate]
     inputs = draw_tokens(torch.float64, seq)
-    h, state = mlstm_sequence(**inputs)
-    expected = [inputs[name] for name in "cnm"]
+    if gate != "exp":
+        del inputs["m"]
+    h, state = getattr(tfla_tk, f"{name}_sequence")(**inputs, **options)
+    expected = [inputs[name] for name in "cnm" if name in inputs]
     for t in range(seq):
-        out, expected = mlstm_step(**token_of(inputs, t), **dict(zip("cnm", expected, strict=True)))
+        given = dict(zip("cnm", expected, strict=False))
+        out, expected = getattr(tfla_tk, f"{name}_step")(**token_of(inputs, t), **given, **options)
         torch.testing.assert_close(h[:, :, t], out)
     torch.testing.assert_close(state, tuple(expected))
     assert {x.dtype for x in (h, *state)} == {torch.float64}
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_siging_sequence_is_as_many_steps(normalize: bool) -> None:
-    inputs = draw_tokens(torch.float64)
-    del inputs["m"]
-    h, state = mlstm_siging_sequence(**inputs, normalize=normalize)
-    c, n = inputs["c"], inputs["n"]
-    for t in range(5):
-        out, (c, n) = mlstm_siging_step(**token_of(inputs, t), c=c, n=n, normalize=normalize)
-        torch.testing.assert_close(h[:, :, t], out)
-    torch.testing.assert_close(state, (c, n))
     assert state[1].data_ptr() != inputs["n"].data_ptr()
-
-
-def test_a_sequence_is_a_chunk() -> None:
-    inputs = draw_tokens(torch.float64)
-    renamed = {name if name in "qkvif" else f"{name}_initial": x for name, x in inputs.items()}
-    h, state = mlstm_sequence(**inputs)
-    expected, last = mlstm_chunkwise(**renamed, return_last_states=True)
-    torch.testing.assert_close((h, *state), (expected, *last))
-    del inputs["m"], renamed["m_initial"]
-    h, state = mlstm_siging_sequence(**inputs)
-    expected, last = mlstm_siging_chunkwise(**renamed, return_last_states=True)
-    torch.testing.assert_close((h, *state), (expected, *last))
 
 
 def test_steps_and_sequences_keep_plans_of_their_own() -> None:

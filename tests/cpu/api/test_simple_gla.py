@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from tfla_tk import (
-    chunk_lightning_attn,
-    chunk_retention,
-    chunk_simple_gla,
-    reference,
-    simple_gla,
-)
+from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla, reference, simple_gla
 
 from .linear import assert_same, gradients
 from .simple_gla_calls import Kernels, draw
 
+SLOPES = {"g_gamma": -torch.tensor([0.5, 0.25, 0.125, 0.0625])}
 
-def test_retention() -> None:
+
+@pytest.mark.parametrize(
+    ("function", "options", "decay"),
+    [
+        (chunk_retention, {}, reference.retention_log_decay(4, dtype=torch.float32)),
+        (chunk_lightning_attn, {"layer_idx": 3, "num_layers": 12}, reference.lightning_log_decay(4, 3, 12)),
+        (chunk_lightning_attn, {"layer_idx": 0, "num_layers": 1}, reference.lightning_log_decay(4, 0, 1)),
+        (chunk_lightning_attn, SLOPES, SLOPES["g_gamma"]),
+    ],
+)
+def test_decays_of_heads(function: Callable[..., Any], options: dict[str, Any], decay: Tensor) -> None:
     x = draw()
     del x["g"]
-    decay = reference.retention_log_decay(4, dtype=torch.float32)
-    expected = gradients(reference.simple_gla_recurrent, x, g_gamma=decay)
-    assert_same(gradients(chunk_retention, x), expected)
-
-
-@pytest.mark.parametrize("layer", [(0, 12), (3, 12), (11, 12)])
-def test_lightning(layer: tuple[int, int]) -> None:
-    x = draw()
-    del x["g"]
-    decay = reference.lightning_log_decay(4, *layer, dtype=torch.float32)
-    expected = gradients(reference.simple_gla_recurrent, x, g_gamma=decay)
-    assert_same(gradients(chunk_lightning_attn, x, layer_idx=layer[0], num_layers=layer[1]), expected)
-
-
-def test_lightning_with_slopes() -> None:
-    x = draw()
-    del x["g"]
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    expected = gradients(reference.simple_gla_recurrent, x, g_gamma=-slopes)
-    assert_same(gradients(chunk_lightning_attn, x, g_gamma=-slopes), expected)
+    expected = gradients(reference.simple_gla_recurrent, x, g_gamma=decay.float())
+    assert_same(gradients(function, x, **options), expected)
 
 
 def test_decays_are_kept_but_not_in_a_trace() -> None:
@@ -54,17 +45,6 @@ def test_decays_are_kept_but_not_in_a_trace() -> None:
     assert not decay.is_inference()
     chunk_retention(*(x[n].clone().requires_grad_() for n in "qkv"))[0].sum().backward()
     assert list(simple_gla._decays.values()) == [decay]
-
-
-@pytest.mark.parametrize("with_state", [False, True])
-def test_no_token(with_state: bool) -> None:
-    x = draw(seq=0)
-    state = x.pop("initial_state")
-    o, last = chunk_simple_gla(
-        **x, initial_state=state if with_state else None, output_final_state=True, backend="auto"
-    )
-    assert o.shape == (2, 0, 4, 32)
-    torch.testing.assert_close(last, state if with_state else torch.zeros_like(state))
 
 
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])

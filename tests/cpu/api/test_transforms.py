@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, which
@@ -262,39 +262,6 @@ def test_transforms(function: str, transform: str, packed: bool) -> None:
         return TRANSFORMS[transform](lambda x: loss(function, backend)(x | fixed), without_m(x))
 
     assert_same(run("tk"), run("reference"))
-
-
-def test_jacobian_of_h() -> None:
-    x = draw("mlstm_chunkwise")
-    found, expected = (
-        jacrev(lambda q, b=backend: mlstm_chunkwise(**x | {"q": q}, backend=b))(x["q"])
-        for backend in ("tk", "reference")
-    )
-    assert found.abs().sum() > 0
-    assert_same(found, expected)
-
-
-def test_gradients_per_sample_of_a_module() -> None:
-    """The usual use of torch.func: vmap of grad over functional_call."""
-    x = draw("mlstm_siging_chunkwise")
-    torch.manual_seed(0)
-    projection = torch.nn.Linear(4, 4, dtype=torch.float64)
-    parameters = dict(projection.named_parameters())
-
-    def sample_loss(backend: str) -> Function:
-        def run(parameters: dict[str, Tensor], q: Tensor, k: Tensor) -> Tensor:
-            q = functional_call(projection, parameters, (q,))
-            rest = {name: t[:1] for name, t in x.items() if name not in "qk"}
-            return mlstm_siging_chunkwise(q[None], k[None], **rest, backend=backend).square().sum()
-
-        return run
-
-    found, expected = (
-        vmap(grad(sample_loss(backend)), in_dims=(None, 0, 0))(parameters, x["q"], x["k"])
-        for backend in ("tk", "reference")
-    )
-    assert found["weight"].shape == (2, 4, 4)
-    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "chunkwise" not in name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ import tfla_tk
 import tfla_tk.reference
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
-from .conftest import make_inputs
+from .conftest import STATES, make_inputs
 
-STATES = ("c_initial", "n_initial", "m_initial")
 meta = torch.device("meta")
 
 Case = tuple[dict[str, Any], type[Exception], str]
@@ -26,32 +26,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of")  # nested a
 CASES: dict[str, Case] = {
     "q is no tensor": ({"q": [1.0]}, TypeError, "q: expected a tensor .*, got list"),
     "q of rank 3": ({"q": lambda x: x["q"][0]}, ValueError, "q: expected 4 dimensions .*, got 3 with shape"),
-    "v of rank 5": ({"v": lambda x: x["v"][None]}, ValueError, "v: expected 4 dimensions .*, got 5"),
     "i of rank 4": ({"i": lambda x: x["i"][..., None]}, ValueError,
         r"i: expected 3 dimensions \[B, NH, S\] of q, got 4"),
     "k of another B": ({"k": lambda x: x["k"][:1]}, ValueError,
         r"k: expected shape .* = \(2, 3, 40, 16\), got \(1, 3"),
-    "k of another NH": ({"k": lambda x: x["k"][:, :2]}, ValueError, r"k: .*, got \(2, 2, 40, 16\)"),
-    "k of another DHQK": ({"k": lambda x: x["k"][..., :8]}, ValueError, r"k: .*, got \(2, 3, 40, 8\)"),
     "v of another S": ({"v": lambda x: x["v"][:, :, 1:]}, ValueError, r"v: .* got \(2, 3, 39, 32\)"),
-    "v of another B": ({"v": lambda x: x["v"][:1]}, ValueError, r"v: .* got \(1, 3, 40, 32\)"),
     "i of another S": ({"i": lambda x: x["i"][..., 1:]}, ValueError,
         r"i: expected shape .* got \(2, 3, 39\)"),
-    "f of another NH": ({"f": lambda x: x["f"][:, 1:]}, ValueError, r"f: expected shape .* got \(2, 2, 40\)"),
     "no DHQK": ({n: lambda x, n=n: x[n][..., :0] for n in "qk"}, ValueError,
         "q: expected a head dimension of at least 1"),
     "no DHHV": ({"v": lambda x: x["v"][..., :0]}, ValueError, "v: expected a head dimension of at least 1"),
     "integer q": ({"q": lambda x: x["q"].int()}, TypeError, "q: expected dtype .*, got torch.int32"),
-    "complex v": ({"v": lambda x: x["v"].cfloat()}, TypeError, "v: expected dtype .*, got torch.complex64"),
-    "boolean f": ({"f": lambda x: x["f"] > 0}, TypeError, "f: expected dtype .*, got torch.bool"),
     "sparse k": ({"k": lambda x: x["k"].to_sparse()}, TypeError,
         "k: expected a dense .*, got torch.sparse_coo"),
     "mixed dtypes": ({"v": lambda x: x["v"].bfloat16()}, TypeError,
         "v: expected dtype torch.float32.*got torch.bfloat16"),
     "k on another device": ({"k": lambda x: x["k"].to(meta)}, ValueError,
         "k: expected device cpu.*, got meta"),
-    "gates on another device": ({"i": lambda x: x["i"].to(meta)}, ValueError,
-        "i: expected device cpu.*, got meta"),
     "state on another device": ({"n_initial": lambda x: x["n_initial"].to(meta)}, ValueError,
         "n_initial: expected device cpu.*, got meta"),
     "c of the wrong shape": ({"c_initial": lambda x: x["c_initial"].mT}, ValueError,
@@ -64,7 +55,6 @@ CASES: dict[str, Case] = {
     "only c": ({"n_initial": None, "m_initial": None}, ValueError,
         "initial state: expected all of .*, got only c_initial"),
     "no m": ({"m_initial": None}, ValueError, "initial state: .* got only c_initial, n_initial"),
-    "only m": ({"c_initial": None, "n_initial": None}, ValueError, "initial state: .* got only m_initial"),
     "m requires grad": ({"m_initial": lambda x: x["m_initial"].requires_grad_()}, ValueError,
         "m_initial: expected no requires_grad"),
     "cu_seqlens is a list": ({"cu_seqlens": [0, 40]}, TypeError, r"cu_seqlens: .* \[N \+ 1\], got list"),
@@ -81,15 +71,11 @@ CASES: dict[str, Case] = {
     "offsets for a batch of two": ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError,
         r"cu_seqlens: expected a batch of 1 in q \(packed sequences: .*\), got a batch of 2"),
     "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size: expected a positive multiple of 16, got 0"),
-    "chunk_size -64": ({"chunk_size": -64}, ValueError, "chunk_size: .* got -64"),
     "chunk_size 40": ({"chunk_size": 40}, ValueError, "chunk_size: .* got 40"),
     "chunk_size 64.0": ({"chunk_size": 64.0}, TypeError,
         "chunk_size: expected an int, got 64.0 of type float"),
-    "chunk_size True": ({"chunk_size": True}, TypeError, "chunk_size: expected an int, got True"),
     "eps 0": ({"eps": 0.0}, ValueError, "eps: expected a positive finite number, got 0.0"),
-    "eps negative": ({"eps": -1e-6}, ValueError, "eps: .* got -1e-06"),
     "eps nan": ({"eps": float("nan")}, ValueError, "eps: .* got nan"),
-    "eps inf": ({"eps": float("inf")}, ValueError, "eps: .* got inf"),
     "eps is text": ({"eps": "1e-6"}, TypeError, "eps: expected a number, got '1e-6' of type str"),
     "return_last_states 1": ({"return_last_states": 1}, TypeError,
         "return_last_states: expected a bool, got 1"),
@@ -99,9 +85,7 @@ CASES: dict[str, Case] = {
         "autocast_kernel_dtype: .* got torch.float64"),
     "kernel dtype is text": ({"autocast_kernel_dtype": "bfloat16"}, TypeError,
         "autocast_kernel_dtype: expected None, torch.float16, .* torch.float32, got 'bfloat16' of type str"),
-    "NumPy chunk_size 40": ({"chunk_size": np.int64(40)}, ValueError, "chunk_size: .* got 40"),
     "NumPy chunk_size 64.0": ({"chunk_size": np.float32(64)}, TypeError, "chunk_size: expected an int"),
-    "NumPy eps nan": ({"eps": np.float32("nan")}, ValueError, "eps: expected a positive finite number"),
     "NumPy eps True": ({"eps": np.bool_(True)}, TypeError, "eps: expected a number"),
     "array for eps": ({"eps": np.full(1, 1e-6)}, TypeError, "eps: expected a number.* of type ndarray"),
     "tensor for eps": ({"eps": torch.zeros(2, 3)}, TypeError,
@@ -110,14 +94,11 @@ CASES: dict[str, Case] = {
         "return_last_states: expected a bool, got .*1"),
     "nested v": ({"v": lambda x: torch.nested.nested_tensor(list(x["v"]))}, TypeError,
         "v: expected a dense .* tensor; cu_seqlens packs .*, got a nested tensor"),
-    "jagged v": ({"v": lambda x: torch.nested.nested_tensor(list(x["v"]), layout=torch.jagged)}, TypeError,
-        "v: expected a dense .* tensor; cu_seqlens packs .*, got a nested tensor"),
     "masked k": ({"k": lambda x: torch.masked.masked_tensor(x["k"], x["k"] > 0)}, TypeError,
         r"k: expected a plain tensor, such as x.to_tensor\(0\), got a MaskedTensor"),
     "backend cuda": ({"backend": "cuda"}, ValueError,
         "backend: expected one of auto, tk, triton, reference.*'cuda'"),
     "backend None": ({"backend": None}, TypeError, "backend: expected a str, got None"),
-    "variant of auto": ({"backend": "auto:fast"}, ValueError, "backend: .*'auto:fast'"),
     "variant of tk": ({"backend": "tk:fast"}, ValueError, "backend: expected 'tk', got 'tk:fast'"),
     "unknown form": ({"backend": "reference:fast"}, ValueError,
         "backend: expected 'reference:chunkwise'.*got"),
@@ -135,7 +116,7 @@ def test_mlstm_rejects(name: str) -> None:
     changes, error, pattern = CASES[name]
     arguments = replaced(make_inputs(states=STATES), changes)
     functions = [mlstm_chunkwise]
-    if name not in ("only c", "no m", "only m"):
+    if name not in ("only c", "no m"):
         functions.append(mlstm_siging_chunkwise)
     for function in functions:
         # the second time as the first: a good call may be remembered, a bad one is not
@@ -213,12 +194,11 @@ def test_validation_reads_no_data() -> None:
 def test_numpy_scalars_count_as_python_numbers() -> None:
     inputs = make_inputs(1)
     options = {"eps": 0.25, "chunk_size": 16, "normalize": False, "return_last_states": True}
-    for eps in (np.float16(0.25), np.float32(0.25), np.float64(0.25)):
-        for chunk_size in (np.int32(16), np.int64(16), np.uint8(16)):
-            of_numpy = {"eps": eps, "chunk_size": chunk_size, "return_last_states": np.True_}
-            h, (c, n, m) = mlstm_chunkwise(**inputs, **of_numpy, recompute_states_in_bw=np.False_)
-            expected, last = mlstm_chunkwise(**inputs, eps=0.25, chunk_size=16, return_last_states=True)
-            assert torch.equal(h, expected) and all(map(torch.equal, (c, n, m), last))
+    expected, last = mlstm_chunkwise(**inputs, eps=0.25, chunk_size=16, return_last_states=True)
+    for eps, chunk_size in ((np.float16(0.25), np.int32(16)), (np.float64(0.25), np.uint8(16))):
+        of_numpy = {"eps": eps, "chunk_size": chunk_size, "return_last_states": np.True_}
+        h, found = mlstm_chunkwise(**inputs, **of_numpy, recompute_states_in_bw=np.False_)
+        assert torch.equal(h, expected) and all(map(torch.equal, found, last))
     of_numpy = {name: np.array(value)[()] for name, value in options.items()}
     assert {type(value).__module__ for value in of_numpy.values()} == {"numpy"}
     h, last = mlstm_siging_chunkwise(**inputs, **of_numpy)
@@ -235,19 +215,15 @@ def test_numpy_scalars_count_as_python_numbers() -> None:
 def test_numpy_scalars_in_the_reference() -> None:
     """Its functions for themselves, with the sizes that they cut by."""
     inputs = make_inputs(1, dtype=torch.float64)
-    size, eps = np.int64(32), np.float32(0.25)
-    of_python, of_numpy = {"chunk_size": 32, "eps": 0.25}, {"chunk_size": size, "eps": eps}
-    for function in (
-        tfla_tk.reference.mlstm_chunkwise,
-        tfla_tk.reference.mlstm_siging_chunkwise,
-        lambda **arguments: tfla_tk.reference.mlstm_forward_terms(**arguments).h,
-        lambda **arguments: (
-            tfla_tk.reference.mlstm_backward(
-                **arguments, c_initial=None, n_initial=None, m_initial=None, dh=torch.ones_like(inputs["v"])
-            ).f
-        ),
+    states = dict.fromkeys(STATES)
+    of_python = {"chunk_size": 32, "eps": 0.25}
+    of_numpy = {"chunk_size": np.int64(32), "eps": np.float32(0.25)}
+    for function, found in (
+        (tfla_tk.reference.mlstm_siging_chunkwise, lambda h: h),
+        (tfla_tk.reference.mlstm_forward_terms, lambda terms: terms.h),
+        (partial(tfla_tk.reference.mlstm_backward, **states, dh=inputs["v"]), lambda gradients: gradients.f),
     ):
-        assert torch.equal(function(**inputs, **of_numpy), function(**inputs, **of_python))
+        assert torch.equal(found(function(**inputs, **of_numpy)), found(function(**inputs, **of_python)))
 
 
 class Tagged(torch.Tensor):

@@ -11,7 +11,7 @@ import torch
 
 from tfla_tk import cli
 from tfla_tk.bench import __main__ as bench
-from tfla_tk.bench import compare
+from tfla_tk.bench import compare, generate, gradcheck, model_phases, runner
 from tfla_tk.bench.inputs import FORGET_BIAS
 from tfla_tk.bench.results import Row
 from tfla_tk.bench.runner import Settings
@@ -54,8 +54,11 @@ class Ran(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test sees a CPU alone, and times few runs."""
+    """Every test sees a CPU alone, and times few runs. Nothing is collected between variants, which takes
+    most of the time in a process with many objects."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in (generate, gradcheck, model_phases, runner):
+        monkeypatch.setattr(module, "release", lambda device: None)
     for plan in ("CPU_PLAN", "CPU_QUICK"):
         monkeypatch.setattr(compare, plan, Plan(repeats=2, budget_ms=20))
 

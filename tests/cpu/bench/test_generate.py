@@ -30,16 +30,16 @@ def test_the_command(command) -> None:
     assert "tokens/s" in out and not integration.is_accelerated()
 
 
-def test_a_model_that_the_kernels_do_not_serve_fails(monkeypatch: pytest.MonkeyPatch, command) -> None:
-    monkeypatch.setattr(integration, "paths", lambda: {"chunk_gla": {"fla": 3}})
-    ran = command("generate", "--quick", "--commit", "abc")
-    assert ran.status == 1 and "chunk_gla was served by fla 3 times" in ran.out
+def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    """A model that the kernels do not serve, and one that raises."""
 
-
-def test_a_model_that_raises_fails(monkeypatch: pytest.MonkeyPatch, command) -> None:
     def broken(sizes: generate.Sizes) -> None:
         raise ValueError("no such model")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "paths", lambda: {"chunk_gla": {"fla": 3}})
+        ran = command("generate", "--quick", "--commit", "abc")
+    assert ran.status == 1 and "chunk_gla was served by fla 3 times" in ran.out
     monkeypatch.setitem(generate.MAKE, "qwen3_next_model", broken)
     ran = command("generate", "--quick", "--commit", "abc")
     assert ran.status == 1 and "ValueError: no such model" in ran.out

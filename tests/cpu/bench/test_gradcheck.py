@@ -15,7 +15,6 @@ from tfla_tk.bench import accuracy
 from tfla_tk.bench.gradcheck_cases import CASES, DEFAULT_CASES, PROBLEMS, cases_of, make_case
 from tfla_tk.bench.operators import OPERATORS, Operator
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.cli import main
 
 from .conftest import FORMS, GATES
 
@@ -261,19 +260,3 @@ def test_patterns_of_gates() -> None:
         g = make_case(OPERATORS[name], shape, CASES["extreme"], CPU, "fp32", 0)[0]["g"]
         assert (g[:, 6::7] == -30).flatten(2)[..., 0].all() and g.max() == 0 and ((g < 0) & (g > -30)).any()
     assert (g[..., 2::5] == -30).all() and (g[..., 4::5] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--shapes", "1x1x1x16x16"), "--shapes: expected at least 2 tokens"),
-        (
-            ("--shapes", "1x64x1x16x16xN4", "--cases", "default+last"),
-            "--cases: expected none with +last for packed sequences",
-        ),
-        (("--backends", "tilelang"), "--backends: expected tk, triton, reference or name:variant"),
-    ],
-)
-def test_what_cannot_be_checked(options: tuple[str, ...], message: str, capsys) -> None:
-    assert main(["gradcheck", *options]) == 2
-    assert message in capsys.readouterr().err

@@ -134,38 +134,6 @@ def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
     assert lines_of([*rows, *fresh[:1]], OVERLAP)[0][1:] == ["0.45", "0.4"]
 
 
-def at_length(make_row, length: int, *args, **changes):
-    shape = {"B": 65536 // length, "T": length, "H": 16, "K": 128, "V": 256}
-    return make_row(*args, shape=shape, **changes)
-
-
-def test_the_sweep_over_the_length(make_row) -> None:
-    rows = [
-        at_length(make_row, length, backend, ms)
-        for length, ours, theirs in ((512, 0.4, 3.2), (8192, 0.44, 3.3), (65536, 0.5, 4.0))
-        for backend, ms in (("tk", ours), ("triton:xl_chunk_64", 9.0), ("triton:xl_chunk_128", theirs))
-    ]
-    heading = f"{FORWARD}, over the length"
-    assert lines_of(rows[::-1], heading) == [
-        ["512", "0.4", "3.2", "xl_chunk_128", "8.00x"],
-        ["8192", "0.44", "3.3", "xl_chunk_128", "7.50x"],
-        ["65536", "0.5", "4", "xl_chunk_128", "8.00x"],
-    ]
-    told = "B x T = 65,536, H16 128/256, bf16; flatness of tk (max / min): 1.25; NVIDIA H200"
-    assert told in readme.render(rows)
-    # lengths of the sweep alone stand there alone
-    assert {cells[0] for cells in lines_of(rows, FORWARD)} == {
-        "B1 T65536 H16 128/256",
-        "B8 T8192 H16 128/256",
-    }
-    # no flatness across runs, and no sweep of main shapes or of other inputs
-    rows[0]["run"] = "run-b"
-    assert "flatness of tk (max / min): -;" in readme.render(rows)
-    others = [*rows[3:], at_length(make_row, 512, layout="bsnd")]
-    assert lines_of(others, heading) == []
-    assert lines_of(others, FORWARD)[-1][0] == "B128 T512 H16 128/256, layout bsnd"
-
-
 def test_what_stands_between_the_markers_is_replaced_and_nothing_else(tmp_path: Path, rows) -> None:
     path = tmp_path / "README.md"
     path.write_text(f"# Title\n\n{readme.BEGIN}\nold\n{readme.END}\n\nThe rest.\n")
@@ -198,13 +166,8 @@ def contests(make_row, entries, **changes):
     ]
 
 
-def test_the_headline_is_of_one_gpu_and_one_commit_in_its_own_order(make_row) -> None:
-    found = readme.headline(contests(make_row, readme.HEADLINE)[::-1])
-    assert [(pair.shown["op"], results.shape_of(pair.shown), pair.shown["pass"]) for pair in found] == [
-        (*entry, which) for entry in readme.HEADLINE for which in ("fwd", "fwdbwd")
-    ]
-    assert all(pair.speed_up == 4 and pair.theirs["backend"] == "triton:b" for pair in found)
-    # that with the most of it, of several the latest
+def test_the_headline_is_of_one_gpu_and_one_commit(make_row) -> None:
+    """That with the most of it, of several the latest. README.md, which is compared, has the order."""
     few = contests(make_row, readme.HEADLINE[:2], commit="few", run="few", date="2026-11-29T10:00:00Z")
     old = contests(make_row, readme.HEADLINE[1:4], commit="old", run="old")
     late = contests(make_row, readme.HEADLINE[1:4], commit="late", run="late", date="2026-11-21T10:00:00Z")
@@ -214,25 +177,15 @@ def test_the_headline_is_of_one_gpu_and_one_commit_in_its_own_order(make_row) ->
     assert {(pair.shown["commit"], pair.shown["gpu"]) for pair in found} == {("late", "NVIDIA H200")}
 
 
-def test_the_figure_has_a_bar_per_speed_up(tmp_path: Path, make_row) -> None:
+def test_figures(tmp_path: Path, make_row) -> None:
+    """A bar per speed-up; a panel per pass, dtype and conditions."""
     pytest.importorskip("matplotlib")
-    plots.write_speed_ups(tmp_path / "speedups.svg", readme.headline(contests(make_row, readme.HEADLINE[:2])))
-    text = (tmp_path / "speedups.svg").read_text()
-    assert text.count("<!--  4.0x (0.5 ms, b 2 ms) -->") == 4
-    for title in ("16 heads of 128/256", "8 heads of 256/512", "forward", "forward + backward"):
-        assert text.count(f"<!-- {title} -->") == 1
-    with pytest.raises(ValueError, match="at least one speed-up"):
-        plots.write_speed_ups(tmp_path / "none.svg", [])
-
-
-def test_a_plot_has_a_panel_per_pass_dtype_and_conditions(tmp_path: Path, make_row) -> None:
-    pytest.importorskip("matplotlib")
-    both = make_row("triton:xl_chunk_128", 10.6, **{"pass": "fwdbwd"})
-    plots.write_plot(
-        tmp_path / "rows.svg", [make_row(), make_row(layout="bsnd"), make_row(dtype="fp16"), both]
-    )
-    text = (tmp_path / "rows.svg").read_text()
+    path, both = tmp_path / "figure.svg", make_row("triton:xl_chunk_128", 10.6, **{"pass": "fwdbwd"})
+    plots.write_speed_ups(path, readme.headline(contests(make_row, readme.HEADLINE[:2])))
+    assert path.read_text().count("<!--  4.0x (0.5 ms, b 2 ms) -->") == 4
+    plots.write_plot(path, [make_row(), make_row(layout="bsnd"), make_row(dtype="fp16"), both])
     for panel in ("forward, bf16", "forward, fp16", "forward, bf16, layout bsnd", "forward + backward, bf16"):
-        assert text.count(f"<!-- {EXP}, {panel} -->") == 1
-    with pytest.raises(ValueError, match="at least one row"):
-        plots.write_plot(tmp_path / "none.svg", [])
+        assert path.read_text().count(f"<!-- {EXP}, {panel} -->") == 1
+    for write, needed in ((plots.write_speed_ups, "speed-up"), (plots.write_plot, "row")):
+        with pytest.raises(ValueError, match=f"at least one {needed}"):
+            write(path, [])

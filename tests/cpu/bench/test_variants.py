@@ -47,9 +47,22 @@ def test_what_was_named() -> None:
     assert not any(variant.named or variant.family_named for variant in found)
 
 
-@pytest.mark.parametrize("name", ["cuda", "triton:", "tk:fast", "reference:foo", "triton:xl", "tilelang:qla"])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="--backends: expected"):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cuda", "tk, triton, "),
+        ("triton:", "tk, triton, "),
+        ("triton:xl", "a variant such as triton:limit_chunk_64, "),
+        ("tk:fast", "a variant such as tk, got 'tk:fast'"),
+        (
+            "reference:foo",
+            "a variant such as reference:recurrent, reference:parallel, ",
+        ),
+        ("tilelang:qla", ""),
+    ],
+)
+def test_unknown_names_are_refused(name: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"--backends: expected {expected}"):
         calls("mlstm_exp", name)
 
 

@@ -100,9 +100,7 @@ EDITS = {
         "flags": lambda a, root, mp: mp.setattr(cache.compiler, "LAUNCHER_FLAGS", ("-G",)),
     },
     "extension": OF_THE_MACHINE
-    | {
-        "its source": lambda a, root, mp: edit(root / "common/launcher_module.cpp"),
-    },
+    | {"its source": lambda a, root, mp: edit(root / "common/launcher_module.cpp")},
 }
 
 

@@ -158,19 +158,12 @@ def test_no_home_directory(
     assert env.cache_dir() == Path("/c")
 
 
-def test_build_jobs_where_affinity_is_unknown(
-    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on macOS and Windows."""
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert env.build_jobs() == 5
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert env.build_jobs() == 1
-
-
 def test_build_jobs(isolated_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.build_jobs() >= 1
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS and Windows
+    for count in (5, None):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert env.build_jobs() == (count or 1)
     monkeypatch.setenv("TFLA_TK_JOBS", "3")
     assert env.build_jobs() == 3
     for wrong in ("0", "-1", "many"):

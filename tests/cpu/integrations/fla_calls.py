@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,16 @@ DECODING = [name for name in integration.FUNCTIONS if name.startswith("fused_rec
 DISPATCHED = ["chunk_gated_delta_rule", "chunk_kda"]
 CHUNKWISE = [*SCALAR_DECAY, "chunk_gla", "chunk_delta_rule", *DISPATCHED]
 ALL = [*CHUNKWISE, *DECODING]
+# marks of every module that calls fla
+MARKS = [pytest.mark.usefixtures("restored"), pytest.mark.filterwarnings("ignore:Triton is not supported")]
+# where the chunkwise functions end in fla
+ENDS = {
+    "fla.ops.simple_gla.chunk": "ChunkSimpleGLAFunction",
+    "fla.ops.gla.chunk": "ChunkGLAFunction",
+    "fla.ops.delta_rule.chunk": "ChunkDeltaRuleFunction",
+    "fla.ops.gated_delta_rule.chunk": "ChunkGatedDeltaRuleFunction",
+    "fla.ops.kda.chunk": "ChunkKDAFunction",
+}
 
 
 def own(name: str) -> Callable[..., Any]:

@@ -12,12 +12,9 @@ import pytest
 from tfla_tk.backends.triton import fla_own
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import ALL, own
+from .fla_calls import ALL, MARKS, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 
 # what of fla's is replaced beside its functions
@@ -124,8 +121,24 @@ assert not ours and not fla.is_accelerated("chunk_simple_gla") and fla.restore()
 """
 
 
-def test_modules_of_fla_that_are_loaded_anew(in_forks: Callable[..., dict[str, str]]) -> None:
-    in_forks("", {"": LOADED_ANEW})
+OURS_LOADED_ANEW = """
+import importlib, torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kept
+from tfla_tk.integrations import fla
+fla.accelerate()
+importlib.reload(fla)
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule as replaced
+q, gate = torch.randn(1, 70, 2, 16), torch.zeros(1, 70, 2)
+for function in (kept, replaced):
+    function(q, q, q, gate, gate)
+    assert fla.last_path().backend == "reference"
+    fla._last = None
+"""
+
+
+def test_modules_that_are_loaded_anew(in_forks: Callable[..., dict[str, str]]) -> None:
+    """Those of fla are found again; after one of ours what is accelerated stays so."""
+    in_forks("import torch, fla.ops", {"of fla": LOADED_ANEW, "of ours": OURS_LOADED_ANEW})
 
 
 def test_looks_like_the_original(accelerated: list[str]) -> None:
@@ -142,10 +155,7 @@ def test_looks_like_the_original(accelerated: list[str]) -> None:
     ("error", "told"),
     [
         (ModuleNotFoundError(name="fla"), "fla is not installed: pip install flash-linear-attention"),
-        (
-            ModuleNotFoundError(name="triton"),
-            "fla needs triton, which is not installed: pip install triton",
-        ),
+        (ModuleNotFoundError(name="triton"), "fla needs triton, which is not installed: pip install triton"),
         # by a stand-in for triton
         (AttributeError("no 'language'"), "fla cannot be imported: AttributeError: no 'language'"),
     ],

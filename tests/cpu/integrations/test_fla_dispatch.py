@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ import torch
 import tfla_tk
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import DISPATCHED, draw_raw, own
+from .fla_calls import DISPATCHED, MARKS, draw_raw, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 of_dispatched = pytest.mark.parametrize("name", DISPATCHED)
 
@@ -85,26 +81,6 @@ def test_a_step_of_kda_taken_before_reaches_these_kernels(monkeypatch: pytest.Mo
     path = integration.Path("fused_recurrent_kda", "reference", "the tensors are on a CPU")
     assert integration.last_path() == path
     torch.testing.assert_close(found, expected_of("chunk_kda", x), rtol=1e-4, atol=1e-5)
-
-
-RELOADED = """
-import importlib, torch
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kept
-from tfla_tk.integrations import fla
-fla.accelerate()
-importlib.reload(fla)
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule as replaced
-q, gate = torch.randn(1, 70, 2, 16), torch.zeros(1, 70, 2)
-for function in (kept, replaced):
-    function(q, q, q, gate, gate)
-    assert fla.last_path().backend == "reference"
-    fla._last = None
-"""
-
-
-@pytest.mark.slow
-def test_a_reload_keeps_what_is_accelerated(in_forks: Callable[..., dict[str, str]]) -> None:
-    in_forks("", {"": RELOADED})
 
 
 @pytest.mark.parametrize(("name", "other"), [(DISPATCHED[0], "flash_qla"), (DISPATCHED[1], "flash_kda")])

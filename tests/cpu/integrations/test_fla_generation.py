@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from tfla_tk.bench.generate import take_cache
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import DECODING
+from .fla_calls import DECODING, MARKS
 from .test_fla_layers import GatedNorm, NoRotary, norm_and_project
 from .test_fla_transformers import KDA, MODELS, draw_tokens, its_own_loop, make_model
 
 pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
+    *MARKS,
     pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
     pytest.mark.filterwarnings("ignore:.*past_key_values"),
 ]

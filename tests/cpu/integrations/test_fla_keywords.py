@@ -12,25 +12,12 @@ from torch import Tensor
 
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import ALL, own
+from .fla_calls import ALL, ENDS, MARKS, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-    pytest.mark.filterwarnings("ignore:.*transpose_state_layout.* is deprecated"),
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*transpose_state_layout.* is deprecated")]
 
-# fla's modules of what its functions end in
-ENDS = {
-    "fla.ops.simple_gla.chunk": "ChunkSimpleGLAFunction",
-    "fla.ops.gla.chunk": "ChunkGLAFunction",
-    "fla.ops.delta_rule.chunk": "ChunkDeltaRuleFunction",
-    "fla.ops.gated_delta_rule.chunk": "ChunkGatedDeltaRuleFunction",
-    "fla.ops.kda.chunk": "ChunkKDAFunction",
-    "fla.ops.common.fused_recurrent": "FusedRecurrentFunction",
-    "fla.ops.delta_rule.fused_recurrent": "FusedRecurrentFunction",
-    "fla.ops.gated_delta_rule.fused_recurrent": "FusedRecurrentFunction",
-}
+# fla's modules whose functions end in a FusedRecurrentFunction
+RECURRENT = [f"fla.ops.{family}.fused_recurrent" for family in ("common", "delta_rule", "gated_delta_rule")]
 OFFSETS = torch.tensor([0, 10, 40])
 KEYWORDS: list[dict[str, Any]] = [
     {"something": 1},
@@ -93,7 +80,7 @@ def differ(one: Any, other: Any) -> bool:
 def test_as_fla_takes_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same calls raise the same, and what changes nothing in fla changes nothing here."""
     with monkeypatch.context() as patch:
-        for module, end in ENDS.items():
+        for module, end in (ENDS | dict.fromkeys(RECURRENT, "FusedRecurrentFunction")).items():
             # fla's own function returns all that it would hand to its kernels
             function = getattr(importlib.import_module(module), end)
             patch.setattr(function, "apply", lambda *args: (args, None))

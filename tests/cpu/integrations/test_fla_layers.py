@@ -14,13 +14,9 @@ from torch import Tensor, nn
 from tfla_tk import reference
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import DECODING
+from .fla_calls import DECODING, MARKS
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-    pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:ShortConvolution is crucial")]
 
 
 # What fla's layers take of fla beside its attention, GPU kernels all of them, in plain PyTorch

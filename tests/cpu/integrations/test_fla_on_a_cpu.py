@@ -9,12 +9,9 @@ import tfla_tk
 from tfla_tk import reference
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import draw_call, draw_scalar_decay, own
+from .fla_calls import MARKS, draw_call, draw_scalar_decay, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 
 def test_calls_on_a_cpu(accelerated: list[str]) -> None:

@@ -18,23 +18,13 @@ from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
-from .fla_calls import CHUNKWISE, DISPATCHED, draw_call, draw_scalar_decay, own
+from .fla_calls import CHUNKWISE, DISPATCHED, ENDS, MARKS, draw_call, draw_scalar_decay, own
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+pytestmark = MARKS
 
 GATED = "chunk_gated_delta_rule"
 FAMILIES = ("simple_gla", "gla", "delta_rule", "kda")
-# where the functions of each family end in fla
-ENDS = {
-    "simple_gla": ("fla.ops.simple_gla.chunk", "ChunkSimpleGLAFunction"),
-    "gla": ("fla.ops.gla.chunk", "ChunkGLAFunction"),
-    "delta_rule": ("fla.ops.delta_rule.chunk", "ChunkDeltaRuleFunction"),
-    "gated_delta_rule": ("fla.ops.gated_delta_rule.chunk", "ChunkGatedDeltaRuleFunction"),
-    "kda": ("fla.ops.kda.chunk", "ChunkKDAFunction"),
-}
+
 FLA_S = ("fla's", None)  # what fla's own functions return here
 REFUSED = Support(False, "head dims are K = 272, V = 32", "use fewer")
 
@@ -58,7 +48,7 @@ class Machine:
         for family in FAMILIES:
             monkeypatch.setattr(tk_linear, family, self._computed_by(family))
             monkeypatch.setattr(tk_linear, f"prepare_{family}", lambda *args: None)
-        for module, name in ENDS.values():
+        for module, name in ENDS.items():
             monkeypatch.setattr(getattr(importlib.import_module(module), name), "apply", self._own)
 
     def _computed_by(self, family: str) -> Callable[..., Any]:
@@ -172,7 +162,7 @@ def test_calls_that_raise_leave_the_last_path(
     assert served_by("tk", call)
     machine.say(REFUSED)
     with monkeypatch.context() as patch, pytest.raises((RuntimeError, AssertionError)):
-        for module, name in ENDS.values():
+        for module, name in ENDS.items():
             patch.setattr(getattr(importlib.import_module(module), name), "apply", fail)
         call()
     after = ("fla", REFUSED.reason) if call.taken == "before" else ("tk", "")

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from tfla_tk.integrations import fla as integration
 
-pytestmark = [
-    pytest.mark.usefixtures("restored"),
-    pytest.mark.filterwarnings("ignore:Triton is not supported"),
-]
+from .fla_calls import MARKS
+
+pytestmark = MARKS
 
 NAMES = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "olmo_hybrid": "OlmoHybrid"}
 MODELS = list(NAMES)

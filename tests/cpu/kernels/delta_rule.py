@@ -19,6 +19,7 @@ from tfla_tk.core.layout import (
     DELTA_SLICE_COLUMNS,
 )
 
+from .scalar_gate import ScalarGate
 from .stand_in import Kernels, bounds_of, floats_at, gate_at, operand_at, slots_of, tensor_at
 
 FLOAT, HALF = 4, 2  # bytes
@@ -147,10 +148,7 @@ class DeltaRule(Kernels):
         "strength": ("shape", "sums", "parts", "dbeta"),
         "left": WALK_OVER_STATES,
         "right": WALK_OVER_STATES,
-        "mlstm_bwd_gates": (
-            *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-            *("cut", "sizes", "sigmoid_gate", "device"),
-        ),
+        "mlstm_bwd_gates": ScalarGate.ARGUMENTS["mlstm_bwd_gates"],
     }
     SHAPE = Shape
     INPUT_TOKENS = 16  # of a part of the sums for A_log and dt_bias

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from tfla_tk.core.layout import CHUNK
 
-from .delta_rule import DeltaRule, Shape
+from .delta_rule import DeltaRule, Shape, dtype_of, values_at
 from .stand_in import OF_CODE, Kernels, bounds_of, floats_at, gate_at, operand_at, slots_of, tensor_at
 
 FLOAT, HALF, NUMBER = 4, 2, 8  # bytes
@@ -233,15 +233,7 @@ def inputs_of(x: SimpleNamespace) -> tuple[Inputs, Options]:
 def keys_at(x: SimpleNamespace, at: tuple[int, ...], heads: int, dtype: torch.dtype | None = None) -> Tensor:
     """[B, T, H, K]."""
     of = x.shape
-    dtype = dtype or (torch.float16 if of.half else torch.bfloat16)
-    return operand_at(at, dtype, (of.batch, heads, of.seq, of.dim_k)).transpose(1, 2)
-
-
-def values_at(x: SimpleNamespace, at: tuple[int, ...]) -> Tensor:
-    """[B, T, HV, V]."""
-    of = x.shape
-    dtype = torch.float16 if of.half else torch.bfloat16
-    return operand_at(at, dtype, (of.batch, of.heads, of.seq, of.dim_v)).transpose(1, 2)
+    return operand_at(at, dtype or dtype_of(x), (of.batch, heads, of.seq, of.dim_k)).transpose(1, 2)
 
 
 def states_size(x: SimpleNamespace) -> tuple[int, int, int, int]:

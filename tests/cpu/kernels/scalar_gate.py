@@ -13,16 +13,7 @@ from torch import Tensor
 from tfla_tk import reference
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, FLOW_PARTS, GRADIENTS, STATE_CHUNKS
 
-from .stand_in import (
-    Kernels,
-    bounds_of,
-    floats_at,
-    gate_at,
-    offsets_at,
-    operand_at,
-    slots_of,
-    tensor_at,
-)
+from .stand_in import Kernels, bounds_of, floats_at, gate_at, offsets_at, operand_at, slots_of, tensor_at
 
 FLOAT, DOUBLE = 4, 8  # bytes
 UNIT = -3.0  # of the states that a forward leaves: the binary logarithm of a factor

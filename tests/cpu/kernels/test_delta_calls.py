@@ -12,18 +12,7 @@ from tfla_tk import chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import call
 from tfla_tk.backends.tk.delta_rule.call import Shape
 
-from .calls import (
-    FLAGS,
-    MODULES,
-    OPS,
-    Op,
-    assert_equal,
-    check,
-    draw,
-    forget_calls,
-    raw,
-    results,
-)
+from .calls import FLAGS, MODULES, OPS, Op, assert_equal, check, draw, forget_calls, raw, results
 from .stand_in import Kernels, pretend_a_gpu
 
 

@@ -223,38 +223,22 @@ UNUSABLE: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
 }
 
 
-def serves_nothing(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_cache_that_cannot_be_used(
+    case: str, of_nobody: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Auto moves on from each kernel, by name it is an error, and both tell the reason."""
+    reason, make = UNUSABLE[case]
+    monkeypatch.setattr(build, "check_cache", cache.check_cache)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    make(of_nobody / "cache", monkeypatch)
     for kernel, call in KINDS.items():
         assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
         with pytest.raises(UnsupportedError, match=reason) as caught:
             dispatch.choose(kernel, kernel, call, "tk")
         assert "set TFLA_TK_CACHE_DIR to a directory that you own" in caught.value.remedy
     assert len(caplog.records) == 1 and reason in caplog.text
-
-
-@pytest.mark.parametrize("case", UNUSABLE)
-def test_a_cache_that_cannot_be_used(
-    case: str, of_nobody: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    reason, make = UNUSABLE[case]
-    monkeypatch.setattr(build, "check_cache", cache.check_cache)
-    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
-    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
-    make(of_nobody / "cache", monkeypatch)
-    serves_nothing(reason, caplog)
-
-
-def test_no_home_for_the_cache(
-    isolated_environment: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_home: None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(build, "check_cache", cache.check_cache)
-    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
-    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
-    serves_nothing("there is no home directory for the cache", caplog)
 
 
 # a cache that can only be read, and kernels that cannot be loaded
@@ -427,17 +411,12 @@ def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(1, 2, *shape, dtype=torch.bfloat16, device="cuda:77")
 
-        state = empty(64, 64), empty(64), empty(1)
-        calls: dict[str, list[torch.Tensor]] = {
+        for name, given in {
             "mlstm_chunkwise": [empty(128, 64)] * 3 + [empty(128)] * 2,
-            "mlstm_step": [empty(64)] * 3 + [empty(1)] * 2,
-            "mlstm_sequence": [empty(4, 64)] * 3 + [empty(4)] * 2,
-        }
-        for name, tokens in calls.items():
-            with_state = [] if name == "mlstm_chunkwise" else state
-            for op in (name, name.replace("mlstm", "mlstm_siging")):
-                given = with_state[:2] if "siging" in op else with_state
-                choice = tfla_tk.which(op, *tokens, *given)
-                verdict = choice.reasons["tk"]
-                assert choice.backend != "tk" and not verdict.ok
-                assert verdict.reason.startswith("torch cannot use GPU 77: ") and verdict.remedy
+            "mlstm_step": [empty(64)] * 3 + [empty(1)] * 2 + [empty(64, 64), empty(64), empty(1)],
+            "mlstm_siging_sequence": [empty(4, 64)] * 3 + [empty(4)] * 2 + [empty(64, 64), empty(64)],
+        }.items():
+            choice = tfla_tk.which(name, *given)
+            verdict = choice.reasons["tk"]
+            assert choice.backend != "tk" and not verdict.ok
+            assert verdict.reason.startswith("torch cannot use GPU 77: ") and verdict.remedy
