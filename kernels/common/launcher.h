@@ -35,15 +35,13 @@ class Arguments {
             return static_cast<float>(all[at++].integer);
         return static_cast<float>(next(Argument::Kind::real, "a number").real);
     }
-    // A prepared address, of memory for T; 0 where there is none.
-    template <class T = float> T* pointer() { return reinterpret_cast<T*>(integer()); }
 
     template <class X> X read() {
         X x{};
         (*this)(x);
         return x;
     }
-    // Reads numbers, prepared addresses and structs with fields().
+    // Reads numbers, addresses (0: none) and structs with fields().
     template <class... X> void operator()(X&... x) { (read_into(x), ...); }
     // Whether the next argument is given; None is skipped.
     void given(bool& so) {
@@ -110,7 +108,7 @@ template <auto kRun> LauncherFunction runs(const char* name) {
     auto with_parameters = [&]<class Params>(void (*)(const Params&, void*)) {
         return LauncherFunction{.name = name, .run = [](Arguments& x) {
                                     const auto params = x.read<Params>();
-                                    void* const stream = x.pointer<void>();
+                                    void* const stream = x.read<void*>();
                                     x.end();
                                     kRun(params, stream);
                                 }};

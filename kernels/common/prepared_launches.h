@@ -21,7 +21,6 @@ class Addresses {
     explicit Addresses(const std::vector<std::int64_t>& starts) : starts(starts) {}
 
     template <class... X> void operator()(X&... x) const { (place(x), ...); }
-    template <class... X> void all(X&... x) const { (*this)(x...); }
     void given(bool&) const {}  // it is known already
 
   private:
@@ -45,16 +44,14 @@ class Launch {
     virtual void run(const Addresses& at, void* stream) const = 0;
 };
 
-template <class Params> void place(Params& x, const Addresses& at) { x.fields(at); }
-
-// A host function with its arguments. `void place(Params&, const Addresses&)` finds the addresses in them.
+// A host function with its arguments, which have fields().
 template <class Params, void (*kFunction)(const Params&, void*)> class LaunchOf final : public Launch {
   public:
     explicit LaunchOf(const Params& params) : params(params) {}
 
     void run(const Addresses& at, void* stream) const override {
         Params placed = params;
-        place(placed, at);
+        placed.fields(at);
         kFunction(placed, stream);
     }
 

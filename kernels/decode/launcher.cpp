@@ -3,23 +3,14 @@
 #include "decode/params.h"
 #include "sequence/family_launcher.h"
 
-namespace tfla_tk {
-namespace {
-
-Launcher functions() {
-    return {
+const tfla_tk::Launcher* tfla_launcher() {
+    using namespace tfla_tk;
+    static const Launcher of_tokens{
         {runs<&run_decode>("decode"), tells<&decode_columns>("decode_columns"), runs<&run_mlstm>("mlstm")},
         {{"DECODE_TOKENS", kDecodeTokens},
          {"MAX_KEYS", kMlstmKeys},
          {"MAX_TOKENS", kMlstmTokens},
          {"MAX_SLICES", kMlstmSlices}}};
-}
-
-}  // namespace
-}  // namespace tfla_tk
-
-const tfla_tk::Launcher* tfla_launcher() {
-    using namespace tfla_tk;
-    static const Launcher launcher = joined({functions()});
+    static const Launcher launcher = joined({of_tokens});
     return &launcher;
 }

@@ -46,7 +46,7 @@ inline DecodeParams from_entry(DecodeParams p, int entry) {
     return p;
 }
 
-template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream) {
+template <class C> void launch_config(const DecodeParams& p, void* stream) {
     const int slices = p.dim_v / C::kSlice, passes = passes_of<C>(p, slices);
     for (int first = 0; first < p.batch; first += kMostOfGrid) {
         const int entries = std::min(kMostOfGrid, p.batch - first);
@@ -57,7 +57,7 @@ template <class C> void launch_config(const DecodeParams& p, cudaStream_t stream
 }
 
 template <Layout kLayout, class State, Decay kDecay, Write kWrite>
-void launch_of(const DecodeParams& p, cudaStream_t stream) {
+void launch_of(const DecodeParams& p, void* stream) {
     auto launch_tile = [&]<int K>() {
         if (p.tokens == 1 && p.offsets == nullptr)
             launch_config<Config<kLayout, State, kDecay, kWrite, K, 1>>(p, stream);
@@ -82,7 +82,7 @@ template <class Run> void with_state(DType dtype, Run run) {
     }
 }
 
-template <Layout kLayout> void launch_layout(const DecodeParams& p, cudaStream_t stream) {
+template <Layout kLayout> void launch_layout(const DecodeParams& p, void* stream) {
     with_state(p.state_dtype, [&]<class State>() {
         if (p.by_channel)
             p.delta_rule ? launch_of<kLayout, State, Decay::channel, Write::delta>(p, stream)
@@ -114,9 +114,8 @@ void run_decode(const DecodeParams& params, void* stream) {
     if (params.dim_v % decode_columns(params.dim_k, params.v_first) != 0)
         throw std::invalid_argument("decode: no kernel takes so many columns of V");
     const DeviceGuard guard(params.device, decode::kName);
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.v_first ? decode::launch_layout<decode::Layout::v_first>(params, s)
-                   : decode::launch_layout<decode::Layout::k_first>(params, s);
+    params.v_first ? decode::launch_layout<decode::Layout::v_first>(params, stream)
+                   : decode::launch_layout<decode::Layout::k_first>(params, stream);
 }
 
 }  // namespace tfla_tk

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/operand.h"
+#include "sequence/log_decay.h"
 
 namespace tfla_tk {
 
@@ -63,12 +64,6 @@ struct Slots {
 // of their own.
 constexpr int kDecodeTokens = 4;
 
-// What is made of g, the log decay:
-//   log        g itself
-//   softplus   -e^{A_log} softplus(g + dt_bias)
-//   sigmoid    lower_bound sigmoid(e^{A_log} (g + dt_bias)); of the delta rule with a decay per channel
-enum class DecodeGate : int { log = 0, softplus = 1, sigmoid = 2 };
-
 // A few tokens of a linear recurrence. Per token and head of v:
 //
 //     S <- decay S          decay = e^g: a number, or one per key channel
@@ -92,7 +87,7 @@ struct DecodeParams {
     bool v_first, by_channel, delta_rule;
     bool l2norm;                     // q and k are divided by their norms
     bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled
-    DecodeGate gate;
+    LogDecay gate;
     float lower_bound;
     int device;
 

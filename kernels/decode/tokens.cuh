@@ -86,7 +86,7 @@ template <class C> struct RawToken {
                 load_bits(g, p.g.data, p.g.dtype, at + lane);
             else
                 g[0] = load_bits(p.g.data, p.g.dtype, at);
-            if (!kChannel && p.gate != DecodeGate::log) {
+            if (!kChannel && p.gate != LogDecay::log) {
                 a_log = load_bits(p.a_log.data, p.a_log.dtype, value_head);
                 if (p.dt_bias.data != nullptr)
                     dt_bias = load_bits(p.dt_bias.data, p.dt_bias.dtype, value_head);
@@ -99,7 +99,7 @@ template <class C> struct RawToken {
     __device__ inline float scalar_decay(const DecodeParams& p) const {
         if (p.g.data == nullptr) return 1.f;
         float log = number_of(g[0], p.g.dtype);
-        if (p.gate != DecodeGate::log) {
+        if (p.gate != LogDecay::log) {
             if (p.dt_bias.data != nullptr) log = __fadd_rn(log, number_of(dt_bias, p.dt_bias.dtype));
             log = -__fmul_rn(expf(number_of(a_log, p.a_log.dtype)), softplus(log));
         }
@@ -109,13 +109,13 @@ template <class C> struct RawToken {
     // the state comes.
     __device__ inline float channel_decay(const DecodeParams& p, int n, int value_head, int lane) const {
         float log = number_of(g[n], p.g.dtype);
-        if (C::kWrite == Write::delta && p.gate != DecodeGate::log) {
+        if (C::kWrite == Write::delta && p.gate != LogDecay::log) {
             auto parameter = [&](const PerHead& x, std::int64_t at) {
                 return x.data == nullptr ? 0.f : number_of(load_bits(x.data, x.dtype, at), x.dtype);
             };
             const float rate = expf(parameter(p.a_log, value_head));
             log = __fadd_rn(log, parameter(p.dt_bias, std::int64_t{value_head} * C::K + lane + n * 32));
-            if (p.gate == DecodeGate::sigmoid)
+            if (p.gate == LogDecay::sigmoid)
                 log = __fdividef(p.lower_bound, __fadd_rn(1.f, expf(-__fmul_rn(rate, log))));
             else
                 log = -__fmul_rn(rate, softplus(log));

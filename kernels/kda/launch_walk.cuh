@@ -8,9 +8,8 @@ namespace tfla_tk::kda {
 
 // Calls run<T, kDimK>() with the operands' type and the tile that holds K.
 template <class Run> void with_type_and_tile(const KdaShape& s, const char* name, Run run) {
-    with_tile<64, 128>(tile_of_k(s), name, [&]<int kDimK>() {
-        s.half ? run.template operator()<kittens::half, kDimK>()
-               : run.template operator()<kittens::bf16, kDimK>();
+    with_type(s.half, [&]<class T>() {
+        with_tile<64, 128>(tile_of_k(s), name, [&]<int kDimK>() { run.template operator()<T, kDimK>(); });
     });
 }
 
@@ -69,11 +68,10 @@ template <class C, auto kKernel> void launch_walk(const KdaWalkParams& p, const 
         groups_of(s),
         s.dim_k,
         s.dim_v,
-        (s.dim_v + kColumns - 1) / kColumns,
+        parts_of(s.dim_v, kColumns),
     };
     const std::int64_t ctas = static_cast<std::int64_t>(s.cut.segments) * s.heads * g.ctas;
-    launch<kKernel, sizeof(WalkMemory<C>)>(g, grid_of(ctas, 1, name), C::kThreads, s.device,
-                                           static_cast<cudaStream_t>(stream), name);
+    launch<kKernel, sizeof(WalkMemory<C>)>(g, ctas, C::kThreads, s.device, stream, name);
 }
 
 }  // namespace tfla_tk::kda

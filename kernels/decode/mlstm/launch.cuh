@@ -28,9 +28,8 @@ inline MlstmParams from_head(MlstmParams p, std::int64_t batch, std::int64_t hea
 }
 
 // One CTA per slice of every head, with so many columns; in place the slices of a head form a cluster.
-template <auto kKernel>
-void launch_slices(const MlstmParams& p, int columns, int threads, cudaStream_t stream) {
-    const int slices = (p.dim_v + columns - 1) / columns;
+template <auto kKernel> void launch_slices(const MlstmParams& p, int columns, int threads, void* stream) {
+    const int slices = parts_of(p.dim_v, columns);
     if (p.in_place && slices > kMlstmSlices) throw std::invalid_argument("mlstm: too many slices");
     const int batches = p.heads > kMostOfGrid ? 1 : kMostOfGrid;  // heads of one entry alone are cut
     for (int batch = 0; batch < p.batch; batch += batches)
@@ -53,7 +52,7 @@ template <int kWidest, class Run> void with_width(int width, Run run) {
         throw std::invalid_argument("mlstm: no kernel for this width");
 }
 
-template <class Before, class After> void launch_step(const MlstmParams& p, cudaStream_t stream) {
+template <class Before, class After> void launch_step(const MlstmParams& p, void* stream) {
     if (p.tiling.across > kStepLanes) throw std::invalid_argument("mlstm: no kernel for so many lanes");
     constexpr int kWidest = 16 / std::max(sizeof(Before), sizeof(After));
     with_width<kWidest>(p.tiling.width, [&]<int kWidth>() {
@@ -63,7 +62,7 @@ template <class Before, class After> void launch_step(const MlstmParams& p, cuda
 }
 
 template <class Before, class After, int kTokens, bool kTokensFp32>
-void launch_sequence(const MlstmParams& p, cudaStream_t stream) {
+void launch_sequence(const MlstmParams& p, void* stream) {
     using Vectors = SequenceConfig<Before, After, kTokens, kTokensFp32, true>;
     with_width<Vectors::kWidth>(p.tiling.width, [&]<int kWidth>() {
         using C = SequenceConfig<Before, After, kTokens, kTokensFp32, kWidth != 1>;
@@ -73,7 +72,7 @@ void launch_sequence(const MlstmParams& p, cudaStream_t stream) {
     });
 }
 
-template <class Before, class After> void launch_tokens(const MlstmParams& p, cudaStream_t stream) {
+template <class Before, class After> void launch_tokens(const MlstmParams& p, void* stream) {
     if (p.tokens == 1) return launch_step<Before, After>(p, stream);
     with_tile<8, kMlstmTokens>(p.tokens <= 8 ? 8 : kMlstmTokens, kMlstmName, [&]<int kTokens>() {
         p.dtype == DType::float32 ? launch_sequence<Before, After, kTokens, true>(p, stream)
@@ -112,7 +111,7 @@ void run_mlstm(const MlstmParams& params, void* stream) {
         throw std::invalid_argument("mlstm: no kernel for this sharing of C, or this many tokens or keys");
     const DeviceGuard guard(params.device, decode::kMlstmName);
     decode::with_states(params.before.c_dtype, params.after.c_dtype, [&]<class Before, class After>() {
-        decode::launch_tokens<Before, After>(params, static_cast<cudaStream_t>(stream));
+        decode::launch_tokens<Before, After>(params, stream);
     });
 }
 

@@ -17,6 +17,7 @@
 
 #include "common/operand.h"
 #include "sequence/cut.h"
+#include "sequence/log_decay.h"
 
 namespace tfla_tk {
 
@@ -31,12 +32,6 @@ struct KdaShape {
         visit(cut, batch, heads, seq, dim_k, dim_v, group, half, device);
     }
 };
-
-// What is made of g, the log decay:
-//   log        g itself, at most 0
-//   softplus   -e^{A_log} softplus(g + dt_bias)
-//   sigmoid    lower_bound sigmoid(e^{A_log} (g + dt_bias))
-enum class KdaGate : int { log = 0, softplus = 1, sigmoid = 2 };
 
 // What the walk reads of q, k, g and beta, of every chunk and head of v: [batch * heads, slots, ..] with one
 // slot per chunk (chunk_slots in sequence/cut.h). All is zero past the last token.
@@ -57,7 +52,7 @@ struct KdaMatricesParams {
     // Of a head of v, and of its channels, which are rows here. a_log.data is null: zero. dt_bias.data is
     // null: zero.
     Gate a_log, dt_bias;
-    KdaGate gate;
+    LogDecay gate;
     float lower_bound, scale;
     bool l2norm;                     // q and k are x r with r = (sum x^2 + 1e-6)^{-1/2}
     bool beta_sigmoid, beta_double;  // beta is made by a sigmoid, and doubled

@@ -9,7 +9,7 @@
 
 namespace tfla_tk::kda {
 
-template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, cudaStream_t stream) {
+template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, void* stream) {
     constexpr const char* kName = "kda_matrices";
     const KdaShape& s = p.shape;
     const DeviceGuard guard(s.device, kName);
@@ -29,8 +29,7 @@ template <class T, int kDimK> void launch_matrices(const KdaMatricesParams& p, c
     using Memory = MatricesMemory<T, kDimK>;
     static_assert(kMatricesCtas * (sizeof(Memory) + 1024) <= 228 * 1024);
     const std::int64_t ctas = static_cast<std::int64_t>(chunks.segments) * s.heads;
-    launch<kda_matrices_kernel<T, kDimK>, sizeof(Memory)>(g, grid_of(ctas, 1, kName), kMatricesThreads,
-                                                          s.device, stream, kName);
+    launch<kda_matrices_kernel<T, kDimK>, sizeof(Memory)>(g, ctas, kMatricesThreads, s.device, stream, kName);
 }
 
 }  // namespace tfla_tk::kda
@@ -53,9 +52,8 @@ std::int64_t kda_states_bytes(const KdaShape& shape) {
 }
 
 void kda_matrices(const KdaMatricesParams& params, void* stream) {
-    kda::with_type_and_tile(params.shape, "kda_matrices", [&]<class T, int kDimK>() {
-        kda::launch_matrices<T, kDimK>(params, static_cast<cudaStream_t>(stream));
-    });
+    kda::with_type_and_tile(params.shape, "kda_matrices",
+                            [&]<class T, int kDimK>() { kda::launch_matrices<T, kDimK>(params, stream); });
 }
 
 void kda_forward(const KdaWalkParams& params, void* stream) {

@@ -4,7 +4,7 @@
 
 namespace tfla_tk::kda {
 
-template <class T, int kDimK> void launch_gradients(const KdaGradientsParams& p, cudaStream_t stream) {
+template <class T, int kDimK> void launch_gradients(const KdaGradientsParams& p, void* stream) {
     constexpr const char* kName = "kda_gradients";
     const KdaMatricesParams& of = p.of;
     const KdaShape& s = of.shape;
@@ -28,8 +28,8 @@ template <class T, int kDimK> void launch_gradients(const KdaGradientsParams& p,
     if (g.groups > kGroups) throw std::runtime_error("kda_gradients: V is more than 128");
     using Memory = GradientsMemory<T, kDimK>;
     const std::int64_t ctas = static_cast<std::int64_t>(chunks.segments) * s.heads;
-    launch<kda_gradients_kernel<T, kDimK>, sizeof(Memory)>(g, grid_of(ctas, 1, kName), kGradientsThreads,
-                                                           s.device, stream, kName);
+    launch<kda_gradients_kernel<T, kDimK>, sizeof(Memory)>(g, ctas, kGradientsThreads, s.device, stream,
+                                                           kName);
 }
 
 }  // namespace tfla_tk::kda
@@ -37,9 +37,8 @@ template <class T, int kDimK> void launch_gradients(const KdaGradientsParams& p,
 namespace tfla_tk {
 
 void kda_gradients(const KdaGradientsParams& params, void* stream) {
-    kda::with_type_and_tile(params.of.shape, "kda_gradients", [&]<class T, int kDimK>() {
-        kda::launch_gradients<T, kDimK>(params, static_cast<cudaStream_t>(stream));
-    });
+    kda::with_type_and_tile(params.of.shape, "kda_gradients",
+                            [&]<class T, int kDimK>() { kda::launch_gradients<T, kDimK>(params, stream); });
 }
 
 }  // namespace tfla_tk

@@ -14,7 +14,7 @@ struct GateSlope {
     __device__ inline GateSlope(const KdaMatricesParams& p, float y, float rate) {
         const float e = exp2f(-fabsf(y)), major = __fdividef(1.f, 1.f + e), minor = e * major;
         const float sigmoid = y < 0.f ? minor : major;  // of y, in bits
-        if (p.gate == KdaGate::softplus) {
+        if (p.gate == LogDecay::softplus) {
             of_raw = -rate * sigmoid, of_rate = -rate / kLog2e * softplus_in_bits(y);
         } else {
             const float of_y = p.lower_bound * major * minor;
@@ -154,7 +154,7 @@ template <class T, int kDimK> struct Results {
     }
     __device__ inline void load_raw(EightGates& raw, int step) const {
         const KdaMatricesParams& p = g.params.of;
-        if (p.gate != KdaGate::log && step < kRowSteps && is_stored(step))
+        if (p.gate != LogDecay::log && step < kRowSteps && is_stored(step))
             raw.load(p.g, p.g_type, start_of(p.g, stored_row(step)) + stored_channel());
     }
 
@@ -233,12 +233,12 @@ template <class T, int kDimK> struct Results {
             store(g.params.dq, smem.queries), store(g.params.dk, smem.keys);
             float dg[8];
             load_eight(dg, &b_at(smem.gates[group], row, channel % kPart));
-            if (g.params.of.gate != KdaGate::log) through_gates(dg, raw, of_rate);
+            if (g.params.of.gate != LogDecay::log) through_gates(dg, raw, of_rate);
             each<0, 8>([&](int c) { of_bias[c] += dg[c]; });
             EightGates::store(g.params.dg, g.params.of.g_type, start_of(g.params.dg, row) + channel, dg);
             raw = next;
         }
-        if (g.params.of.gate == KdaGate::log) return;
+        if (g.params.of.gate == LogDecay::log) return;
         each<0, 8>([&](int c) {
             of_bias[c] += __shfl_xor_sync(0xffffffff, of_bias[c], 8);
             of_bias[c] += __shfl_xor_sync(0xffffffff, of_bias[c], 16);

@@ -104,10 +104,10 @@ struct GateScale {
     float slope, unit;
 
     __device__ inline GateScale(const KdaMatricesParams& p, float rate)
-        : slope(p.gate == KdaGate::sigmoid ? -kLog2e * rate : kLog2e),
-          unit(p.gate == KdaGate::log        ? kLog2e
-               : p.gate == KdaGate::softplus ? rate
-                                             : -kLog2e * p.lower_bound) {}
+        : slope(p.gate == LogDecay::sigmoid ? -kLog2e * rate : kLog2e),
+          unit(p.gate == LogDecay::log        ? kLog2e
+               : p.gate == LogDecay::softplus ? rate
+                                              : -kLog2e * p.lower_bound) {}
 };
 
 // What raw gates of a head take, by one warp.
@@ -171,12 +171,12 @@ struct LaneGates {
     }
 
     // Amounts of decay of them; none past the block's `tokens`. bias: of the part's channels.
-    __device__ inline void to_amounts(KdaGate gate, float slope, const float* bias, int tokens) {
+    __device__ inline void to_amounts(LogDecay gate, float slope, const float* bias, int tokens) {
         float more[kChannels];
         load_four(more, shared_address(&bias[channel]));
-        if (gate == KdaGate::log)
+        if (gate == LogDecay::log)
             change([](int, float g, int) { return -g; });
-        else if (gate == KdaGate::softplus)
+        else if (gate == LogDecay::softplus)
             change([&](int, float g, int c) { return softplus_in_bits(slope * g + more[c]); });
         else
             change([&](int, float g, int c) { return __fdividef(1.f, 1.f + exp2f(slope * g + more[c])); });

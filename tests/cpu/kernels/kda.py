@@ -22,7 +22,7 @@ OF_INPUTS = (
 )
 OF_WALK = ("shape", "values", "results", "tiles", "entering", "leaving", "states", "walkers")
 SOLVED = 1.5  # stands for R'
-LOG, SOFTPLUS, SIGMOID = range(3)  # codes of KdaGate
+LOG, SOFTPLUS, SIGMOID = range(3)  # codes of LogDecay
 
 
 class Options(NamedTuple):

@@ -86,6 +86,14 @@ def as_state(x: MaybeTensor) -> MaybeTensor:
     return _dense(x)
 
 
+def log_decay(core: Any) -> tuple[int, float]:
+    """How the log decay of a `KDACore` or a `RecurrentCore` follows from g: LogDecay in
+    kernels/sequence/log_decay.h, and its lower bound, 0 for none."""
+    if not core.is_raw:
+        return 0, 0.0
+    return (1, 0.0) if core.lower_bound is None else (2, core.lower_bound)
+
+
 def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTensor) -> tuple[Any, ...]:
     """What launches depend on of all their tensors but for addresses: the device, sizes, strides and
     dtypes."""

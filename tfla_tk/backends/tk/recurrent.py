@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_stream, pointer
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_stream, log_decay, pointer
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
@@ -132,15 +132,8 @@ def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTen
         DTYPES[dtype], columns, (pointer(offsets), offsets is not None and offsets.dtype == torch.int64),
         (core.sequences, heads, value_heads, dim_k, dim_v, tokens), core.scale,
         core.state_v_first, by_channel, delta_rule, core.qk_l2norm, core.beta_sigmoid, core.neg_eigval,
-        _gate(core), core.lower_bound or 0.0, where, current_stream(where),
+        *log_decay(core), where, current_stream(where),
     )  # fmt: skip
-
-
-def _gate(core: RecurrentCore) -> int:
-    """DecodeGate in kernels/decode/params.h."""
-    if not core.is_raw:
-        return 0
-    return 1 if core.lower_bound is None else 2
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tfla_tk.backends.tk.operands import multiprocessors
+from tfla_tk.backends.tk.operands import log_decay, multiprocessors
 from tfla_tk.backends.tk.prepared import Scratch, Sizes, gate_at, operand_at, per_head_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
@@ -14,8 +14,6 @@ WALKER_COLUMNS = 64  # of V that a walker owns
 MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
 # cycles of a chunk of the walk with one walker on a multiprocessor and with two: those of the delta rule
 _CYCLES = {1: 1830, 2: 2770}
-# what is made of g: codes of KdaGate
-_LOG, _SOFTPLUS, _SIGMOID = range(3)
 
 
 class Shape(Sizes):
@@ -68,10 +66,9 @@ class Left(NamedTuple):
 def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
     """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
     q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
-    gate = _LOG if not core.is_raw else _SOFTPLUS if core.lower_bound is None else _SIGMOID
     return (
         *(q, k, g, DTYPES[core.g.dtype], gate_at(at.beta, core.beta)),
         *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
-        *(gate, core.lower_bound or 0.0, core.scale),
+        *(*log_decay(core), core.scale),
         *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
     )
