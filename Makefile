@@ -98,7 +98,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
-	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --op gated_delta_rule,gla,simple_gla,delta_rule
+	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --op gated_delta_rule,gla,simple_gla,delta_rule,kda
 	@$(PY) -m tfla_tk.bench generate $(ON_RECORD)
 	@$(PY) -m tfla_tk build
 	@$(PY) -m tfla_tk.bench model $(ON_RECORD)

@@ -15,7 +15,12 @@ from tfla_tk.core.installed import find_package
 
 VARIANT = "triton:fla"
 # the functions that take more heads of v than of q and k
-WITH_VALUE_HEADS = ("chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule")
+WITH_VALUE_HEADS = (
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+)
 NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
 # of the packages that FLA dispatches to wherever they are installed; read by FLA at every call

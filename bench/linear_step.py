@@ -24,13 +24,21 @@ from .variants import Variant
 STATE_BYTES = 2e8
 BATCHES = 1, 8, 64, 256
 # of the public functions, in the order of the inputs
-GATES = {"gated_delta_rule": ("g", "beta"), "gla": ("gk",), "simple_gla": ("g",), "delta_rule": ("beta",)}
-# heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models
+GATES = {
+    "gated_delta_rule": ("g", "beta"),
+    "gla": ("gk",),
+    "simple_gla": ("g",),
+    "delta_rule": ("beta",),
+    "kda": ("g", "beta"),
+}
+BY_CHANNEL = ("gla", "kda")  # their first gate: a number for every channel of a key
+# heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models, Kimi-Linear
 MODELS = {
     "gated_delta_rule": ((16, 128, 128, 32), (30, 96, 192, 30)),
     "gla": ((4, 256, 512, 4),),
     "simple_gla": ((16, 128, 128, 16),),
     "delta_rule": ((16, 128, 128, 16),),
+    "kda": ((32, 128, 128, 32),),
 }
 L2NORM = {"use_qk_l2norm_in_kernel": True}
 
@@ -44,12 +52,13 @@ def inputs(
     forget_bias: float = FORGET_BIAS,
     *,
     gates: tuple[str, ...],
+    by_channel: bool,
 ) -> dict[str, Tensor]:
     """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
     layout and forget_bias mean nothing."""
     values, wide = shape.value_heads, torch.promote_types(dtype, torch.float32)
     sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
-    gate_sizes = {gate: (values, shape.K) if gate == "gk" else (values,) for gate in gates}
+    gate_sizes = {gate: (values, shape.K) if by_channel and gate == gates[0] else (values,) for gate in gates}
     of_fp32 = {**gate_sizes, "state": (values, shape.K, shape.V)}
     of = {name: (size, dtype) for name, size in sizes.items()}
     found = draw_steps(of | {name: (x, wide) for name, x in of_fp32.items()}, shape, device, seed)
@@ -118,13 +127,13 @@ OPERATORS: dict[str, Operator] = {
     op: LinearStep(
         STEP_OF[op],
         f"fused_recurrent_{op}",
-        partial(inputs, gates=gates),
+        partial(inputs, gates=gates, by_channel=op in BY_CHANNEL),
         partial(truth, op=op),
-        options=L2NORM if "delta" in op else {},
+        options=L2NORM if "beta" in gates else {},
         output="o",
         gates=gates,
         states={},
-        has_value_heads=op == "gated_delta_rule",
+        has_value_heads=op in ("gated_delta_rule", "kda"),
         runs_in_graphs=True,
     )
     for op, gates in GATES.items()

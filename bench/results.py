@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent / "results"
 STEP = "mlstm_step"  # decoding: by tk also in place, "tk:in_place"
 IN_PLACE = "tk:in_place"
 # decoding of the linear operators: states [K, V], and with this behind the backend [V, K]
-STEP_OF = {op: f"{op}_step" for op in ("gated_delta_rule", "gla", "simple_gla", "delta_rule")}
+STEP_OF = {op: f"{op}_step" for op in ("gated_delta_rule", "gla", "simple_gla", "delta_rule", "kda")}
 V_FIRST = ":v_first"
 MODEL = "model_step"  # a whole xLSTM
 GENERATED = ("qwen3_next_model", "gla_model")  # whole models that generate

@@ -235,12 +235,13 @@ def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
 
 
-def _linear_step(gates: int | None) -> PerToken:
-    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates as above."""
+def _linear_step(gates: int, by_channel: bool = False) -> PerToken:
+    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates; by_channel: and
+    log decays of K channels."""
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, None]:
         token = 2 * itemsize * (shape.K / shape.group + shape.V)
-        numbers = 2 * shape.K * shape.V + (shape.K if gates is None else gates)
+        numbers = 2 * shape.K * shape.V + gates + by_channel * shape.K
         return Cost(flops.step(shape.K, shape.V), token + 4 * numbers), None
 
     return per_token
@@ -251,9 +252,10 @@ COSTS: dict[str, PerToken] = {
     "mlstm_sig": _mlstm,
     "mlstm_step": _step,
     "gated_delta_rule_step": _linear_step(2),
-    "gla_step": _linear_step(None),
+    "gla_step": _linear_step(0, by_channel=True),
     "simple_gla_step": _linear_step(1),
     "delta_rule_step": _linear_step(1),
+    "kda_step": _linear_step(1, by_channel=True),
     # a log decay per token; one per head
     "simple_gla": _linear(1),
     "retention": _linear(0),

@@ -13,7 +13,7 @@ of_every_op = pytest.mark.parametrize("op", linear_step.OPERATORS)
 
 
 def small(op: str) -> Shape:
-    return Shape(2, 3, 2, 16, 32, HV=4 if op == "gated_delta_rule" else None)
+    return Shape(2, 3, 2, 16, 32, HV=4 if op in ("gated_delta_rule", "kda") else None)
 
 
 def test_the_command(command) -> None:
