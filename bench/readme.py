@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from . import results
+from .fla import VARIANT as FLA
 from .report import PASS_TITLES, errors_of, milliseconds, problem_title
 from .results import Pair, Row
-from .rivals import RIVALS
-from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
+from .shapes import PASSES, PHASES, Shape
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
 SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # a few lines: README.md
 
-PACKAGES = {rival.operator for rival in RIVALS.values()}  # operators that more than one package computes
 FIGURE = "docs/speedups.png"  # what the summary shows, from the file that it stands in
 # what the figure has of one GPU and one commit: operator and shape, forward and both passes
 HEADLINE = (
@@ -27,28 +26,24 @@ HEADLINE = (
 
 # a column of a table: its header, and the cell of an item
 Columns = Sequence[tuple[str, Callable[[Any], str]]]
+# packages by the variant of a baseline; mlstm_kernels has variants of its own
+PACKAGES = {"fla": "FLA", "mamba_ssm": "mamba_ssm", "flash_qla": "FlashQLA"}
 
 
 def render(rows: Sequence[Row]) -> str:
-    """All tables as Markdown: per operator and pass tk against the best baseline of its run, every package
-    beside it, the same over the length, the host's time; whole models; the ablation."""
+    """All tables as Markdown: per operator tk against every package, one step of decoding, whole models, the
+    ablation."""
     parts: list[str] = []
     for op in results.OPS:
         own = [row for row in rows if row["op"] == op]
         if op in (results.STEP, *results.STEP_OF.values()):
             parts.append(_steps(op, own))
-            continue
-        for which in PASSES:
-            chosen = [row for row in own if row["pass"] == which]
-            title = f"{results.TITLES[op]}, {PASS_TITLES[which]}"
-            found = results.pairs(row for row in chosen if not results.sweep_only(row))
-            parts.append(_section(title, CONTEST, found, _origin(found)))
-            if op in PACKAGES:
-                parts.append(_packages(f"{title}, every package", chosen))
-            parts += _sweeps(f"{title}, over the length", [row for row in chosen if results.in_sweep(row)])
-        parts.append(_hosts(f"{results.TITLES[op]}, host", own))
-    parts.append(_models([row for row in rows if row["op"] == results.MODEL]))
-    parts += [_generated(op, [row for row in rows if row["op"] == op]) for op in results.GENERATED]
+        elif op == results.MODEL:
+            parts.append(_models(own))
+        elif op in results.GENERATED:
+            parts.append(_generated(op, own))
+        else:
+            parts.append(_contests(op, own))
     parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in results.ABLATED]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
@@ -120,11 +115,11 @@ def _section(title: str, columns: Columns, items: Sequence[Any], caption: str) -
 
 
 def _origin(found: Sequence[Pair | Row]) -> str:
-    """The GPUs and the runs."""
+    """The GPUs and the days of the rows."""
     rows = [each.shown if isinstance(each, Pair) else each for each in found]
     gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
-    runs = sorted({row["run"] for row in rows})
-    return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
+    days = sorted({row["date"].partition("T")[0] for row in rows})
+    return f"{', '.join(gpus) or 'no GPU'}, {' to '.join(dict.fromkeys((*days[:1], *days[-1:])))}"
 
 
 # Cells of a row
@@ -138,14 +133,8 @@ def _figure(key: str, text: Callable[[Any], str]) -> Cell:
     return lambda row: "-" if row.get(key) is None else text(row[key])
 
 
-_ms, _graph_ms = _figure("ms", milliseconds), _figure("graph_ms", milliseconds)
-_error = _figure("rel_err", errors_of)
-_memory = _figure("peak_mem_mb", "{:.0f}".format)
+_ms = _figure("ms", milliseconds)
 _memory_gb = _figure("peak_mem_mb", lambda mb: f"{mb / 1024:.1f}")
-
-
-def _variant(row: Row) -> str:
-    return str(row["backend"].partition(":")[2])
 
 
 def _ours(cell: Cell) -> Callable[[Pair], str]:
@@ -156,200 +145,153 @@ def _theirs(cell: Cell) -> Callable[[Pair], str]:
     return lambda pair: "-" if pair.theirs is None else cell(pair.theirs)
 
 
+def _ratio(ours: Row | None, theirs: Row | None, key: str = "ms") -> str:
+    """How many times as fast we are."""
+    return f"{theirs[key] / ours[key]:.2f}x" if ours and theirs else "-"
+
+
 def _speed_up(pair: Pair) -> str:
-    return f"{pair.speed_up:.2f}x" if pair.speed_up else "-"
+    return _ratio(pair.ours, pair.theirs)
+
+
+def _title(row: Row) -> str:
+    """The problem, with its dtype where that is not bf16."""
+    return problem_title(row) + f", {row['dtype']}" * (row["dtype"] != "bf16")
 
 
 # Tables
 
-PROBLEM: Columns = (
-    ("Shape", lambda pair: problem_title(pair.shown)),
-    ("dtype", lambda pair: pair.shown["dtype"]),
-)
-TIMES: Columns = (
-    ("tk ms", _ours(_ms)),
-    ("baseline ms", _theirs(_ms)),
-    ("best baseline", _theirs(_variant)),
-    ("speed-up", _speed_up),
-)
-CONTEST: Columns = (
-    *PROBLEM,
-    *TIMES,
-    ("TFLOP/s", _ours(_figure("tflops", "{:.0f}".format))),
-    ("GB/s", _ours(_figure("gbps", "{:.0f}".format))),
-    ("roofline", _ours(_figure("roofline", "{:.0%}".format))),
-    ("error", _ours(_error)),
-    ("peak MB, tk", _ours(_memory)),
-    ("peak MB, baseline", _theirs(_memory)),
-)
+
+def _contests(op: str, rows: Sequence[Row]) -> str:
+    """The times of both passes against every package, a line per problem; points of the sweep over the length
+    are left out."""
+    rows = [row for row in rows if not results.sweep_only(row)]
+    rivals: dict[tuple[Any, ...], Row] = {}  # the fastest of a package, by contest and package
+    for row in sorted(filter(results.is_baseline, rows), key=lambda row: row["ms"]):
+        package = PACKAGES.get(row["backend"].partition(":")[2], "mlstm_kernels")
+        rivals.setdefault((package, results.contest_of(row)), row)
+    problems: dict[tuple[Any, ...], dict[str, Pair]] = {}  # pairs by pass
+    for pair in results.pairs(rows):
+        if pair.ours is not None:
+            op, shape, which, *rest = results.problem_of(pair.shown)
+            problems.setdefault((op, shape, *rest), {})[which] = pair
+
+    def time(which: str) -> Callable[[dict[str, Pair]], str]:
+        return lambda found: _ours(_ms)(found[which]) if which in found else "-"
+
+    def against(package: str, which: str) -> Callable[[dict[str, Pair]], str]:
+        def cell(found: dict[str, Pair]) -> str:
+            ours = found[which].ours if which in found else None
+            rival = rivals.get((package, results.contest_of(ours))) if ours else None
+            return _ratio(ours, rival)
+
+        return cell
+
+    def memory(found: dict[str, Pair]) -> str:
+        pair = found[max(found, key=PASSES.index)]
+        if not (pair.ours and pair.theirs and pair.theirs["peak_mem_mb"]):
+            return "-"
+        return f"{pair.ours['peak_mem_mb'] / pair.theirs['peak_mem_mb']:.0%}"
+
+    columns: list[tuple[str, Callable[[Any], str]]] = [
+        ("Shape", lambda found: _title(next(iter(found.values())).shown))
+    ]
+    packages = sorted({package for package, _ in rivals})
+    for which in PASSES:
+        columns.append((f"{PASS_TITLES[which]}, ms", time(which)))
+        columns += [(package, against(package, which)) for package in packages]
+    columns.append(("memory", memory))
+    shown = [pair for found in problems.values() for pair in found.values()]
+    caption = f"{_errors(shown)}; {_origin(shown)}"
+    return _section(results.TITLES[op], columns, list(problems.values()), caption)
 
 
-def _packages(title: str, rows: Sequence[Row]) -> str:
-    """The times of several packages beside tk, one line per problem of which a run has more than one. The
-    variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest."""
-    by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
-    for row in rows:
-        if results.is_baseline(row):
-            by_contest.setdefault(results.contest_of(row), {})[row["backend"]] = row
-
-    def packages(pair: Pair) -> dict[str, Row]:
-        return by_contest.get(results.contest_of(pair.shown), {})
-
-    shown = [pair for pair in results.pairs(rows) if pair.ours and pair.theirs and len(packages(pair)) > 1]
-    columns = [*PROBLEM, TIMES[0]]
-    for name in sorted({name for pair in shown for name in packages(pair)}):
-
-        def against(cell: Callable[[Pair], str], name: str = name) -> Callable[[Pair], str]:
-            return lambda ours: cell(Pair(ours.shown, ours.ours, packages(ours).get(name)))
-
-        columns += [
-            (f"{name.partition(':')[2]} ms", against(_theirs(_ms))),
-            ("speed-up", against(_speed_up)),
-            ("error", against(_theirs(_error))),
-            ("peak MB", against(_theirs(_memory))),
-        ]
-    return _section(title, columns, shown, _origin(shown))
-
-
-def _hosts(title: str, rows: Sequence[Row]) -> str:
-    """The host's time of short calls, of the latest run; empty where no row tells how many kernels it has."""
-    latest: dict[tuple[object, ...], Row] = {}
-    for row in rows:
-        named = row["backend"] == "tk" and row["schedule"] != "sequential"
-        key = (results.problem_of(row), row["backend"])
-        wanted = "launch_us" in row and "host_us" in row and (named or results.is_baseline(row))
-        if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
-            latest[key] = row
-    columns: Columns = (
-        ("Shape", problem_title),
-        ("pass", lambda row: PASS_TITLES[row["pass"]]),
-        ("backend", lambda row: row["backend"]),
-        ("call ms", _ms),
-        ("graph ms", _graph_ms),
-        ("host us", lambda row: f"{row['host_us']:.0f}"),
-        ("launches", lambda row: str(row["launches"])),
-        ("beyond them us", lambda row: f"{row['host_us'] - row['launch_us']:.0f}"),
-    )
-    found = list(latest.values())
-    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel."
-    return _section(title, columns, found, f"{caption}\n\n{_origin(found)}")
+def _errors(shown: Sequence[Pair]) -> str:
+    """The largest errors of tk in bf16: of the output and of the worst gradient."""
+    worst: dict[str, float] = {}
+    for pair in shown:
+        if pair.ours is not None and pair.shown["dtype"] == "bf16":
+            for name, error in pair.ours["rel_err"].items():
+                worst[name] = max(error, worst.get(name, 0.0))
+    return f"Errors up to {errors_of(worst)}"
 
 
 def _steps(op: str, rows: Sequence[Row]) -> str:
-    """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
-    found = results.pairs(rows)
-    header, other = (
-        ("in place ms", results.IN_PLACE) if op == results.STEP else ("V-first ms", f"tk{results.V_FIRST}")
-    )
-    others = {results.contest_of(row): row for row in rows if row["backend"] == other}
+    """One token through CUDA graphs, as decoding runs."""
+    found = [pair for pair in results.pairs(rows) if pair.ours and "graph_ms" in pair.ours]
+    by_backend = {(row["backend"], results.contest_of(row)): row for row in rows}
+
+    def row_of(pair: Pair, backend: str) -> Row | None:
+        return by_backend.get((backend, results.contest_of(pair.shown)))
+
+    def time(backend: str) -> Callable[[Pair], str]:
+        def cell(pair: Pair) -> str:
+            row = row_of(pair, backend)
+            return f"{1e3 * row['graph_ms'] / row['shape']['T']:.1f}" if row else "-"
+
+        return cell
+
+    def against(ours: str, theirs: str) -> Callable[[Pair], str]:
+        return lambda pair: _ratio(row_of(pair, ours), row_of(pair, theirs), "graph_ms")
 
     def of_copy_rate(row: Row) -> str:
-        graph = row.get("graph_ms")
-        return f"{row['roofline'] * row['ms'] / graph:.0%}" if graph and row["roofline"] else "-"
+        return f"{row['roofline'] * row['ms'] / row['graph_ms']:.0%}" if row["roofline"] else "-"
 
-    columns: Columns = (
-        *PROBLEM,
-        ("tk ms", _ours(_graph_ms)),
-        (header, lambda pair: _graph_ms(others.get(results.contest_of(pair.shown), {}))),
-        ("Triton ms", _theirs(_graph_ms)),
-        ("speed-up", lambda pair: _speed_up(_through_graphs(pair) or Pair(pair.shown, None, None))),
-        ("of the copy rate", _ours(of_copy_rate)),
-        ("plain call, tk ms", _ours(_ms)),
-        ("plain call, Triton ms", _theirs(_ms)),
-        ("error", _ours(_error)),
-    )
-    caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
-    return _section(results.TITLES[op], columns, found, f"{caption}; {_origin(found)}")
+    def title(pair: Pair) -> str:
+        shape = results.shape_of(pair.shown)
+        return _title(pair.shown).replace(f" T{shape.T}", "")
+
+    columns = [("Shape", title), ("us", time("tk")), ("of the copy rate", _ours(of_copy_rate))]
+    if op == results.STEP:
+        columns += [("mlstm_kernels", against("tk", "triton")), ("in place, us", time(results.IN_PLACE))]
+    else:
+        ours, theirs = f"tk{results.V_FIRST}", f"{FLA}{results.V_FIRST}"
+        columns += [("FLA", against("tk", FLA)), ("V-first, us", time(ours)), ("FLA", against(ours, theirs))]
+    return _section(results.TITLES[op], columns, found, _origin(found))
 
 
-def _through_graphs(pair: Pair) -> Pair | None:
-    """The pair with the times of CUDA graphs; None where one of its rows has none."""
-    if any("graph_ms" not in row for row in (pair.ours, pair.theirs) if row is not None):
-        return None
+def _through_graphs(pair: Pair) -> Pair:
+    """The pair with the times of CUDA graphs where both rows have them."""
+    if not all(row and "graph_ms" in row for row in (pair.ours, pair.theirs)):
+        return pair
     ours, theirs = (row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs))
-    return Pair(pair.shown, ours, theirs)
-
-
-def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
-    """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
-    parts = []
-    for dtype in sorted({row["dtype"] for row in rows if results.sweep_only(row)}):
-        found = results.pairs(row for row in rows if row["dtype"] == dtype)
-        found.sort(key=lambda pair: pair.shown["shape"]["T"])
-        if found:
-            shape = results.shape_of(found[0].shown)
-            what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {dtype}"
-            caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
-            columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
-            parts.append(_section(title, columns, found, caption))
-    return parts
-
-
-def _flatness(found: Sequence[Pair]) -> str:
-    """Largest over smallest time of tk; times of different runs are not divided."""
-    ours = [pair.ours for pair in found if pair.ours is not None]
-    if len(ours) < 2 or len({row["run"] for row in ours}) > 1:
-        return "-"
-    times = [row["ms"] for row in ours]
-    return f"{max(times) / min(times):.2f}"
+    return Pair(pair.shown | {"graphs": True}, ours, theirs)
 
 
 def _tokens_per_s(row: Row) -> str:
     return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
 
 
+# of whole models
+TOKENS: Columns = (
+    ("Model", lambda pair: str(results.shape_of(pair.shown))),
+    ("tokens/s", _ours(_tokens_per_s)),
+    ("speed-up", _speed_up),
+)
+
+
 def _generated(op: str, rows: Sequence[Row]) -> str:
-    """Models that generate, one line per shape; empty where no row is of tk or FLA."""
-    columns: Columns = (
-        ("Model", lambda pair: str(results.shape_of(pair.shown))),
-        ("tokens/s, tk", _ours(_tokens_per_s)),
-        ("tokens/s, FLA", _theirs(_tokens_per_s)),
-        ("speed-up", _speed_up),
-    )
+    """Models that generate, one line per shape."""
     found = results.pairs(rows)
-    return _section(results.TITLES[op], columns, found, f"Plain calls of generate(); {_origin(found)}")
+    return _section(results.TITLES[op], TOKENS, found, _origin(found))
 
 
 def _models(rows: Sequence[Row]) -> str:
-    """Whole models, one line per phase and shape; empty where no row is of tk or Triton. Decoding is shown
-    through CUDA graphs where both were captured."""
-    found = []
-    for pair in (
-        pair for phase in PHASES for pair in results.pairs(row for row in rows if row["pass"] == phase)
-    ):
-        through_graphs = _through_graphs(pair)
-        if through_graphs:
-            pair = through_graphs._replace(shown=pair.shown | {"graphs": True})
-        found.append(pair)
+    """Whole models, one line per phase and shape. Decoding is shown through CUDA graphs where both were
+    captured."""
+    phases = [results.pairs(row for row in rows if row["pass"] == phase) for phase in PHASES]
+    found = [_through_graphs(pair) for pairs in phases for pair in pairs]
 
     def phase(pair: Pair) -> str:
         return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * ("graphs" in pair.shown)
 
-    def error(row: Row) -> str:
-        return f"{row['rel_err'][results.FP32_NATIVE]:.1e}" if results.FP32_NATIVE in row["rel_err"] else "-"
-
-    figures: dict[str, Cell] = {
-        "tokens/s": _tokens_per_s,
-        "mLSTM kernels": _figure("kernel_share", "{:.1%}".format),
-        "peak GB": _memory_gb,
-        "error": error,
-    }
-    columns: list[tuple[str, Callable[[Any], str]]] = [
+    columns: Columns = (
         ("Phase", phase),
-        ("Model", lambda pair: str(results.shape_of(pair.shown))),
-        ("tk ms", _ours(_ms)),
-        ("Triton ms", _theirs(_ms)),
-        ("Triton", _theirs(_variant)),
-        ("speed-up", _speed_up),
-    ]
-    for name, cell in figures.items():
-        columns += [(f"{name}, tk", _ours(cell)), (f"{name}, Triton", _theirs(cell))]
-    caption = (
-        "Peak: all that is allocated. mLSTM kernels: their share of the GPU's time. Error: against "
-        "mlstm_kernels' fp32 native path, of logits relative Frobenius, of training the largest difference "
-        "of the first losses in nats"
+        *TOKENS,
+        ("peak GB", _ours(_memory_gb)),
+        ("baseline's", _theirs(_memory_gb)),
     )
-    return _section(results.TITLES[results.MODEL], columns, found, f"{caption}; {_origin(found)}")
+    return _section(results.TITLES[results.MODEL], columns, found, _origin(found))
 
 
 def _ablation(op: str, rows: Sequence[Row]) -> str:
@@ -361,7 +303,7 @@ def _ablation(op: str, rows: Sequence[Row]) -> str:
     both = [found for found in contests.values() if len(found) == len(results.SCHEDULES)]
     latest = list({results.problem_of(found["sequential"]): found for found in both}.values())
     columns: Columns = (
-        ("Shape", lambda found: problem_title(found["sequential"])),
+        ("Shape", lambda found: _title(found["sequential"])),
         *((f"{name} ms", lambda found, name=name: _ms(found[name])) for name in results.SCHEDULES),
     )
     origin = _origin([found["sequential"] for found in latest])

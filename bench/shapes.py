@@ -236,8 +236,8 @@ def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
 
 
 def _linear_step(gates: int, by_channel: bool = False) -> PerToken:
-    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates; by_channel: and
-    log decays of K channels."""
+    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates; by_channel:
+    and log decays of K channels."""
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, None]:
         token = 2 * itemsize * (shape.K / shape.group + shape.V)

@@ -95,25 +95,47 @@ def lines_of(rows, heading: str) -> list[list[str]]:
     return lines[2:]
 
 
-FORWARD, OVERLAP = f"{EXP}, forward", f"{EXP}, forward without and with overlap"
+OVERLAP = f"{EXP}, forward without and with overlap"
 
 
 def test_tables_form_no_ratio_across_runs_and_inputs(make_row) -> None:
     apart = [make_row("tk", 0.5, run="run-b"), make_row("triton:xl_chunk_128", 3.4)]
-    assert lines_of(apart, FORWARD)[0][2:6] == ["0.5", "-", "-", "-"]
-    assert lines_of(apart[1:], FORWARD)[0][2:6] == ["-", "3.4", "xl_chunk_128", "-"]
+    assert lines_of(apart, EXP) == [["B8 T8192 H16 128/256", "0.5", "-", "-", "-", "-"]]
+    assert lines_of(apart[1:], EXP) == []
     rows = [
-        make_row("tk", 0.5),
+        make_row("tk", 0.5, rel_err={"h": 1e-3}),
+        make_row(
+            "tk", 2.0, rel_err={"h": 2e-3, "dq": 4e-3, "dk": 3e-3}, peak_mem_mb=30.0, **{"pass": "fwdbwd"}
+        ),
+        make_row("triton:xl_chunk_128", 8.0, peak_mem_mb=60.0, **{"pass": "fwdbwd"}),
+        make_row("triton:xl_chunk_64", 4.0),
         make_row("triton:xl_chunk_128", 3.0),
         make_row("tk", 0.6, layout="bsnd"),
         make_row("triton:xl_chunk_64", 3.6, layout="bsnd"),
         make_row("tk", 0.8, forget_bias=12.0),
     ]
-    assert [[cells[0], *cells[2:6]] for cells in lines_of(rows, FORWARD)] == [
-        ["B8 T8192 H16 128/256", "0.5", "3", "xl_chunk_128", "6.00x"],
-        ["B8 T8192 H16 128/256, layout bsnd", "0.6", "3.6", "xl_chunk_64", "6.00x"],
-        ["B8 T8192 H16 128/256, forget bias 12", "0.8", "-", "-", "-"],
+    assert lines_of(rows, EXP) == [
+        ["B8 T8192 H16 128/256", "0.5", "6.00x", "2", "4.00x", "50%"],
+        ["B8 T8192 H16 128/256, layout bsnd", "0.6", "6.00x", "-", "-", "100%"],
+        ["B8 T8192 H16 128/256, forget bias 12", "0.8", "-", "-", "-", "-"],
     ]
+    assert "Errors up to h 2.3e-03, dq 4.0e-03; NVIDIA H200, 2026-11-20\n" in f"{readme.render(rows)}\n"
+
+
+def test_every_package_has_a_column(make_row) -> None:
+    backends = {"tk": 0.5, "triton:fla": 2.0, "tilelang:flash_qla": 1.0}
+    rows = [make_row(name, ms, op="gated_delta_rule", rel_err={"o": 1e-3}) for name, ms in backends.items()]
+    assert lines_of(rows, "gated delta rule")[0][1:4] == ["0.5", "4.00x", "2.00x"]
+
+
+def test_steps_are_shown_by_token_and_layout(make_row) -> None:
+    graphs = {"tk": 0.012, "tk:v_first": 0.010, "triton:fla": 0.024, "triton:fla:v_first": 0.015}
+    shape = Shape(8, 4, 16, 128, 256).as_dict()
+    rows = [
+        make_row(name, 1.0, op="gla_step", shape=shape, graph_ms=ms, roofline=0.006, rel_err={"o": 1e-3})
+        for name, ms in graphs.items()
+    ]
+    assert lines_of(rows, "GLA, one step") == [["B8 H16 128/256", "3.0", "50%", "2.00x", "2.5", "1.50x"]]
 
 
 def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
@@ -124,10 +146,10 @@ def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
         make_row("tk", 0.5, **later),
         make_row("triton:xl_chunk_128", 3.0, **later),
     ]
-    assert lines_of(rows, FORWARD)[0][2:6] == ["0.5", "3", "xl_chunk_128", "6.00x"]
+    assert lines_of(rows, EXP)[0][1:3] == ["0.5", "6.00x"]
     times, _, schedules = readme.render(rows).partition(f"{OVERLAP}\n")
-    assert "runs run-b" in times and "run-a" not in times
-    assert "runs run-a" in schedules and "run-b" not in schedules
+    assert "2026-11-21" in times and "2026-11-20" not in times
+    assert "2026-11-20" in schedules and "2026-11-21" not in schedules
     # both of one run, not of several; one alone says nothing
     fresh = [make_row("tk", ms, schedule=s, **later) for s, ms in (("sequential", 0.6), ("overlapped", 0.7))]
     assert lines_of([*rows, *fresh], OVERLAP)[0][1:] == ["0.6", "0.7"]
