@@ -184,13 +184,12 @@ __device__ inline void arrive_warp_expecting(kittens::semaphore& barrier, uint32
 // Scans the steps of a walk into a ring of stages, round robin by kWarps warps, since one warp alone may be
 // slower than the GEMMs that it feeds. This is the `warp`-th of them. The walk ends with the first step that
 // finds itself to be the last one; its stage says so.
-//   alone(step)                          the part that is independent of earlier steps. It is also called for
-//   steps
-//                                        past the last one; their results are discarded
-//   carry_on(stage, found, before, step) fills the stage from alone's result and from the stage of the step
-//   before,
-//                                        null for the first step. Returns whether the step is the last one
-//   end()                                called by the warp of the last step, after that
+//   alone(step)    the part that is independent of earlier steps; also called for steps past the last one,
+//                  whose results are discarded
+//   carry_on(stage, found, before, step)
+//                  fills the stage from alone's result and from the stage of the step before, null for the
+//                  first step; returns whether the step is the last one
+//   end()          called by the warp of the last step, after that
 //
 // NOTES: the stage of the step before may be free again while it is read here, but only this warp writes it
 // next.
@@ -240,7 +239,7 @@ enum class NamedBarrier : int {
     norm_published = 4,
     walkers_meet = 7,
     matrices = 8,  // and 9 to 11: one per maker of the delta rule
-    columns = 12,  // and 13: one per walker of GLA
+    columns = 12,  // and 13: one per walker of GLA. 12: of the keys in the walks that make dq, dk and dv
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

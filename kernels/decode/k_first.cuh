@@ -1,4 +1,5 @@
-// A state [K, V]: a CTA owns a slice of columns, all of it in registers.
+// A state [K, V]: a CTA owns a slice of columns. Of a pass its numbers are in registers; where the next pass
+// is staged, that is in shared memory meanwhile.
 #pragma once
 
 #include "decode/tokens.cuh"
@@ -27,12 +28,14 @@ template <class C> struct KFirst {
     Memory& memory;
     const Entry entry;
     const bool goes_on;  // behind a turn that has written the state
+    // column: a group of four columns of a pass; row: the first one of R, kStep apart; slice, count: the
+    // CTA's first column of V, and how many it has
     const int passes, lane, warp, column, row, head, slice, count;
     std::int64_t out;
     const State* from;
     State* to;
     std::int64_t stride;   // between two rows of a thread
-    Four<State> words[R];  // of the pass to come, where they are not staged
+    Four<State> words[R];  // of the pass to come; where that is staged, of the pass that begins
     int set = 0;
 
     __device__ inline KFirst(const DecodeParams& p, Memory& memory, int passes, int start)
@@ -149,6 +152,7 @@ template <class C> struct KFirst {
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S; by the delta rule o, too.
     __device__ inline void step(float (&s)[R][4], int pass, int t) {
+        // the keys of a thread's rows are neighbours (Part::place)
         const Channels<C> low(memory.tokens, t, row * R), high(memory.tokens, t, row * R + 4);
         float x[4] = {}, y[4] = {};
 #pragma unroll
@@ -191,7 +195,7 @@ template <class C> struct KFirst {
             round_between_tokens<C>(s[r]);
         }
         if constexpr (kDelta) {
-            const int e = lane / 8;
+            const int e = lane / 8;  // of this lane's four columns the one that it stores
             if (warp == 0) store_output_of(t, 0, e == 0 ? u[0] : e == 1 ? u[1] : e == 2 ? u[2] : u[3]);
             set ^= 1;
         }

@@ -30,6 +30,8 @@ MANIFEST = "manifest.json"
 PTXAS_LOG = "ptxas.log"
 _INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*(.*)$", re.MULTILINE)
 _INCLUDED = re.compile(rb'"([^"\n]+)"|<([^>\n]+)>')
+# a string or a character, which is code, or a comment
+_COMMENT = re.compile(rb"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def _fingerprint(path: Path) -> dict[str, object]:
 
 
 def _source_digests(files: Iterable[str]) -> list[tuple[str, str]]:
-    """Files of ``kernels/`` and what they include of it, with the digest of their content."""
+    """Files of ``kernels/`` and what they include of it, with the digest of their code."""
     root = sources.kernels_root()
     found: dict[str, str] = {}
     pending = [root / file for file in files]
@@ -229,8 +231,8 @@ Include: TypeAlias = tuple[bytes, bytes]
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Include]]:
-    """The digest of a file in this state, and its includes. A condition around an include does not count,
-    nor does a comment."""
+    """The digest of a file in this state, without comments and blank lines, and its includes. A condition
+    around an include does not count."""
     content = sources.read(path)
     includes = []
     for line in _INCLUDE.findall(content):
@@ -240,7 +242,13 @@ def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Inclu
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
         quoted, bracketed = match.groups()
         includes.append((quoted, bracketed))
-    return hashlib.sha256(content).hexdigest(), includes
+    return hashlib.sha256(_code_of(content)).hexdigest(), includes
+
+
+def _code_of(source: bytes) -> bytes:
+    """A source without its comments, blank lines and blanks at the ends of lines."""
+    lines = _COMMENT.sub(lambda found: found[1] or b" ", source).splitlines()
+    return b"\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _found(include: Include, folder: Path, root: Path) -> list[Path]:

@@ -22,8 +22,8 @@ struct ChannelShape {
 // Gated linear attention, forward. With log gates g in R^K per token, natural logarithms:
 //   S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T      o_t = s q_t^T S_t
 // by chunks, b the cumulative sum of g in the chunk, b_L that over all of it:
-//   O = s (q e^b) S + P V      P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})      S <- e^{b_L} S + (k e^{b_L -
-//   b})^T V
+//   O = s (q e^b) S + P V      P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})
+//   S <- e^{b_L} S + (k e^{b_L - b})^T V
 // K <= tile_k, K and V multiples of 16. Exact for gates <= 0, -inf among them; for
 // positive ones as long as e^(sum of g over a chunk) and its products with q and k stay finite in fp32, and
 // these in the operands' type.

@@ -19,7 +19,8 @@ template <class T, int kDimK> struct MatricesMaker {
     using T2 = typename base_types::packing<T>::packed_type;
     using Memory = MatricesMemory<T, kDimK>;
 
-    // A warp's scores. Those below the diagonal, by warps: (3, 0); (1, 0); (2, 1) and (2, 0); (3, 2), (3, 1).
+    // A warp's scores, blocks of 16 x 16. `own` is on the diagonal; below it a warp has the blocks (row,
+    // column): warp 0 has (3, 0), warp 1 (1, 0), warp 2 (2, 1) and (2, 0), warp 3 (3, 2) and (3, 1).
     struct Scores {
         Pairs own, below[2];
     };
@@ -41,6 +42,7 @@ template <class T, int kDimK> struct MatricesMaker {
             leave_tiles(part);
         }
         __syncthreads();  // the results may replace the inputs
+        // -L, which the solve takes
         const TriangularMatrix erasures(shared_address(&smem.out.upper), shared_address(&smem.out.lower));
         store_scores(scores, erasures);
         __syncthreads();

@@ -1,13 +1,13 @@
 // Gate policies: what the two gates of a token mean. A policy has
-//   kStabilised              whether weights are relative to a running maximum of the gates, m
-//   kHasInput                whether there is an input gate
-//   input(load)              loads the input gate as stored, by load(none). `none` is the value for a token
-//   past the
-//                            end of the sequence, which must add nothing
-//   forget(load)             the same for the forget gate; a token past the end must forget nothing
-//   log2_input, log2_forget  log2 of the gates, from what is stored
-//   input_gradient, forget_gradient
-//                            gradient of what is stored, from that of the gate's natural log
+//   kStabilised   whether weights are relative to a running maximum of the gates, m
+//   kHasInput     whether there is an input gate
+//   input(load)   loads the input gate as stored, by load(none); `none` is the value for a token past the end
+//                 of the sequence, which must add nothing
+//   forget(load)  the same for the forget gate; a token past the end must forget nothing
+//   log2_input, log2_forget           log2 of the gates, from what is stored
+//   input_gradient, forget_gradient   gradient of what is stored, from that of the gate's natural log
+// A policy sees one stored number per token. A parameter per head goes through a kernel in front of the walk,
+// as the delta rule's raw inputs do (delta_rule/inputs/).
 #pragma once
 
 #include "common/float_pair.cuh"

@@ -57,7 +57,7 @@ def compiler(isolated_environment: Path, kernel_sources: Path) -> Compiler:
 
 
 def edit(path: Path) -> None:
-    path.write_text(path.read_text() + "// changed")
+    path.write_text(path.read_text() + "int changed;\n")
 
 
 # by what is compiled, each edit changes one thing that it depends on
@@ -135,7 +135,7 @@ def test_the_key_changes_with(
     assert (source_key() == of_sources) == (edit in OF_THE_MACHINE)
 
 
-def test_the_key_ignores_other_families_and_places(
+def test_the_key_ignores_comments_other_families_and_places(
     isolated_environment: Path,
     kernel_sources: Path,
     toy: Instance,
@@ -151,6 +151,8 @@ def test_the_key_ignores_other_families_and_places(
         "toy/launches.cu",
     ):
         (kernel_sources / name).write_text("changed")
+    header = kernel_sources / toy.header
+    header.write_text(f"// a comment\n\n{header.read_text()}/* and\none more */\n")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
 

@@ -78,7 +78,7 @@ def test_not_where_the_user_wants_kernels_of_their_own(
 
 
 def test_not_those_of_other_sources(brought: Path, kernel_sources: Path, toys: list[Instance]) -> None:
-    (kernel_sources / "common/deep.h").write_text("// changed\n")
+    (kernel_sources / "common/deep.h").write_text("int changed;\n")
     forget_keys()
     assert prebuilt.find(toys[0]) is None and prebuilt.find(toys[0].launcher) is None
     assert prebuilt.find(EXTENSION) is not None
@@ -94,7 +94,7 @@ def test_not_a_file_with_old_code_of_another_kernel(
     other = dataclasses.replace(toy, name="other", header="other/kernel.cuh")
     prebuilt.write(folder, (13, 0), {toy: file, other: file})
     assert prebuilt.find(toy) == prebuilt.find(other) == folder / "adds_1.cubin"
-    header.write_text("// changed\n")
+    header.write_text("int changed;\n")
     forget_keys()
     assert prebuilt.find(toy) is None and prebuilt.find(other) is None
 

@@ -1,12 +1,14 @@
 // The warpgroup of the keys: dq and dk of a chunk, off the chain of the walkers. With the reads
-// R_ij = s W_ij / w_i (dh_i.v_j + e_i), j <= i, and `sent` and `received` of walk/gates.cuh:
+// R_ij = s W_ij / w_i (dh_i.v_j + e_i), j <= i, W_ij = 2^{a_j - M_i}, and `sent` and `received` of
+// walk/gates.cuh:
 //   dk = sent (v dS^T + dn) + R^T Q        dq = received (dh S^T + e n) + R K
 // Where S does not enter the chunk itself but the one before, with its keys K', values V' and decay':
 //   dq = received (decay' (dh S^T + e n) + (sent' (dh V'^T + e)) K') + R K
 // Per chunk:
 //   1. Issue the scores dh V^T and v dS^T. Gate R. Meet: all of R is there.
 //   2. Issue dk += R^T Q and dh S^T. Under it the sums k.dk; round dk.
-//   3. Issue the scores dh V'^T; scale dq and issue dq += R K. Under it gate R'; issue dq += R' K'.
+//   3. Where S enters the chunk: scale dq and issue dq += R K. Else issue the scores dh V'^T, scale dq, issue
+//      dq += R K, gate R' under it and issue dq += R' K'.
 //   4. The sums q.dq. dk takes the place of q, dq that of k.
 // R' stays in registers.
 #pragma once
@@ -149,12 +151,12 @@ template <class C> struct GradientsOfKeys {
         // 3
         OfRows received(smem.gates[slot].received, lane_row());
         received.scale(smem.state_scale);
-        const int before = slot ^ 1;
+        const int before = slot ^ 1;  // of two: of the chunk before in time, the next one of the walk
         if (has_state) {
             warpgroup::mma_async_wait<0>();
             pin(dq);
             scale_rows(dq, received, smem.norm, e_of(slot));
-            arrive_warp(smem.state_free);
+            arrive_warp(smem.state_free);  // the chunk behind in time has read the same state already
             issue_add<T, 0>(dq, smem.reads, keys);
         } else {
             const uint32_t phase_before = Use<C::kStages>(anew(step) + 1).phase;

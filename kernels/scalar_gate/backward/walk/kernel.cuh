@@ -4,14 +4,11 @@
 // of 64 tokens, for dq forward and for dk and dv backward in time; the transposed state stays in registers in
 // fp32. Per chunk:
 //   producer   loads tiles into rings; one warp applies the deferred decay to the gates (gates.cuh), one
-//   loads the factor
-//              and stores the gradient, one adds up row sums (output.cuh)
+//              loads the factor and stores the gradient, one adds up row sums (output.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory. The CTAs of two neighbouring slices each make
-//   every second
-//              chunk's for both. For dv, on request, row sums of values . factor
+//              every second chunk's for both. For dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
-//   row sums of
-//              O . factor; O replaces the factor
+//              row sums of O . factor; O replaces the factor
 // Where sequences are cut, segment_sums.cuh has made the state at the start of each segment. Equations:
 // docs/mlstm-backward.md.
 #pragma once

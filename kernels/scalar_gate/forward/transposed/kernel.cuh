@@ -4,12 +4,10 @@
 //
 // One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. Per chunk:
 //   producer   loads Q and K into rings; two warps scan the gates ahead (gate/gates.cuh); one warp loads V
-//   and stores
-//              h, which takes V's place
+//              and stores h, which takes V's place
 //   scores     S, q n = Q [K, n]^T; P = gate(S) / w into shared memory (w: forward/rows.cuh); then sums of
-//   the scaled
-//              keys, and n of the next chunk. Two CTAs whose slices are neighbours each make every second
-//              chunk's P for both (shared_scores.cuh)
+//              the scaled keys, and n of the next chunk. Two CTAs whose slices are neighbours each make every
+//              second chunk's P for both (shared_scores.cuh)
 //   state      h^T = C^T Q^T . inter / w + V^T P^T; C^T = decay C^T + (V . key_scale)^T K
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #pragma once
