@@ -78,7 +78,8 @@ def render_summary(rows: Sequence[Row]) -> str:
     if not chosen:
         return "No results are on record yet."
     ratios = [pair.speed_up or 0.0 for pair in chosen]
-    between = f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as the fastest correct baseline"
+    times = f"{min(ratios):.1f} to {max(ratios):.1f} times"
+    between = f"At these shapes {times} as fast as the fastest correct baseline"
     row, day = chosen[0].shown, max(_dates(chosen)).partition("T")[0]
     what = f"bf16, {row['shape']['B']} sequences of {row['shape']['T']:,} tokens"
     origin = f"{row['gpu']}, commit {row['commit']}, {day}, PyTorch {row['torch']}, nvcc {row['nvcc']}"
