@@ -9,11 +9,11 @@ enum class Layout { v_first, k_first };
 enum class Decay { scalar, channel };  // a number per head, or one per key channel
 enum class Write { plain, delta };
 
-template <Layout kLayout, int K> struct Part;
+template <Layout kLayout, int K, int kTokens, int kChains = 1> struct Part;
 
 // A warp owns rows of the state, each of K numbers. kLanes lanes hold a row, kWords words of four each; a
 // thread has a part of kRows rows of a pass.
-template <int K> struct Part<Layout::v_first, K> {
+template <int K, int kTokens> struct Part<Layout::v_first, K, kTokens, 1> {
     static_assert(K == 64 || K == 96 || K == 128 || K == 256);
     static constexpr int kLanes = K == 64 ? 16 : K == 96 ? 8 : 32;
     static constexpr int kWords = K / (4 * kLanes);
@@ -22,24 +22,24 @@ template <int K> struct Part<Layout::v_first, K> {
     static constexpr int kWarpSlice = kRows * kSide;  // columns of V, which are rows of the state
 
     // Warps need nothing of each other, so that with one token each is a CTA.
-    static constexpr int threads_for(int tokens) { return tokens == 1 ? 32 : 128; }
-    static constexpr int slice_of(int threads) { return kWarpSlice * (threads / 32); }
+    static constexpr int kThreads = kTokens == 1 ? 32 : 128;
+    static constexpr int kSlice = kWarpSlice * (kThreads / 32);  // columns of V of a pass
 
     // Of a key in shared memory.
     __host__ __device__ static constexpr int place(int key) { return key; }
 };
 
-// A CTA owns a slice of columns with all K rows: a thread has eight rows and four columns of a pass, kLanes
-// lanes are side by side.
-template <int K> struct Part<Layout::k_first, K> {
+// A CTA owns a slice of columns with all K rows: a thread has kRows rows and four columns of a pass, kLanes
+// lanes are side by side. It adds up kChains_ chains of eight rows each, as that many threads would: so the
+// order of the sums does not depend on it.
+template <int K, int kTokens, int kChains_> struct Part<Layout::k_first, K, kTokens, kChains_> {
     static constexpr int kLanes = 8;  // 128 bytes of a row of an fp32 state
-    static constexpr int kRows = 8;
+    static constexpr int kChains = kChains_;
+    static constexpr int kRows = 8 * kChains;
     static constexpr int kStep = K / kRows;  // between two rows of a thread
+    static constexpr int kThreads = K * kLanes / kRows, kSlice = 4 * kLanes;
 
-    static constexpr int threads_for(int) { return K * kLanes / kRows; }
-    static constexpr int slice_of(int) { return 4 * kLanes; }
-
-    // The eight keys of a thread are neighbours.
+    // The keys of a thread are neighbours.
     __host__ __device__ static constexpr int place(int key) { return key % kStep * kRows + key / kStep; }
 };
 
@@ -51,21 +51,28 @@ template <Layout kLayout_, class State_, Decay kDecay_, Write kWrite_, int K_, i
     static constexpr int K = K_;
     static constexpr int kTokens = kTokens_;  // 1: of every entry, or kDecodeTokens: of a turn
     static_assert(kTokens == 1 || kTokens == kDecodeTokens);
-    using Part = decode::Part<kLayout, K>;
-    static constexpr int kThreads = Part::threads_for(kTokens);
-    static constexpr int kSlice = Part::slice_of(kThreads);  // columns of V of a pass
+    static constexpr bool kFloats = sizeof(State) == 4, kDelta = kWrite == Write::delta;
+    static constexpr bool kByChannel = kDecay == Decay::channel;
+    // Two chains have more bytes in flight. They need whole warps, and gain nothing with a scalar decay and a
+    // plain write.
+    static constexpr bool kTwoChains =
+        kLayout == Layout::k_first && kTokens == 1 && K % 64 == 0 && (kByChannel || kDelta);
+    using Part = decode::Part<kLayout, K, kTokens, kTwoChains ? 2 : 1>;
+    static constexpr int kThreads = Part::kThreads, kSlice = Part::kSlice;
 
     // With several tokens a CTA takes several slices, one after the other, and the next one comes into shared
     // memory during the tokens of this one. NOTES: with a decay per channel that is 10 % slower.
-    static constexpr bool kStaged = kTokens > 1 && kDecay == Decay::scalar;
+    static constexpr bool kStaged = kTokens > 1 && !kByChannel;
     static constexpr int kMostPasses = kTokens == 1 ? 1 : kStaged ? 3 : 4;
 
     // Warps per multiprocessor, as many as do not spill: 24 have 80 registers per thread, 20 have 96, 16 have
-    // 128.
-    static constexpr bool kMany =
-        sizeof(State) == 4 && (kWrite == Write::plain || (kDecay == Decay::scalar && K < 256));
-    static constexpr int kWarpsOfOne = kMany ? 24 : K == 96 ? 16 : 20;
-    static constexpr int kWarps = kTokens == 1 ? kWarpsOfOne : (kStaged && kMany) ? 20 : 16;
+    // 128, 12 have 168.
+    static constexpr bool kMany = kFloats && (!kDelta || (!kByChannel && K < 256));
+    static constexpr int kWarpsOfOne = kTwoChains ? (kDelta && !kFloats ? 12 : 16)
+                                       : kMany    ? 24
+                                       : K != 96  ? 20
+                                                  : (kLayout == Layout::k_first ? 24 : 16);
+    static constexpr int kWarps = kTokens == 1 ? kWarpsOfOne : kStaged && kMany ? 20 : 16;
     static constexpr int kCtas = kWarps * 32 / kThreads;
 };
 

@@ -7,20 +7,21 @@
 namespace tfla_tk::decode {
 
 // Sums of S^T k and S^T q: over a thread's rows, over the lanes of a warp by shuffles, over the warps in
-// shared memory, behind a barrier: one per token by the delta rule, whose u takes S^T k, else one per pass.
-// Two sets of sums, used in turn, need no second barrier.
+// shared memory (of all first chains, then of all second ones), behind a barrier: one per token by the delta
+// rule, whose u takes S^T k, else one per pass. Two sets of sums, used in turn, need no second barrier.
 template <class C> struct KFirst {
     using State = typename C::State;
     using P = typename C::Part;
     static constexpr int K = C::K, T = C::kTokens, kWarps = C::kThreads / 32;
     static constexpr int L = P::kLanes, R = P::kRows, kSide = 32 / L;
-    static constexpr bool kDelta = C::kWrite == Write::delta;
+    static constexpr int kChains = P::kChains, kSums = kChains * kWarps;
+    static constexpr bool kDelta = C::kDelta;
 
     struct Memory {
         Tokens<C> tokens;
-        // over a warp's rows
-        float4 keys[kDelta ? 2 : 1][kWarps][L];                 // S^T k
-        float4 queries[2][kDelta ? 1 : C::kTokens][kWarps][L];  // S^T q
+        // over the rows of a warp's chain
+        float4 keys[kDelta ? 2 : 1][kSums][L];                 // S^T k
+        float4 queries[2][kDelta ? 1 : C::kTokens][kSums][L];  // S^T q
         Four<State> staged[C::kStaged ? R : 1][C::kStaged ? C::kThreads : 1];
     };
 
@@ -152,20 +153,22 @@ template <class C> struct KFirst {
 
     // One token: x = S^T k and y = S^T q of the decayed state, u, S; by the delta rule o, too.
     __device__ inline void step(float (&s)[R][4], int pass, int t) {
-        // the keys of a thread's rows are neighbours (Part::place)
-        const Channels<C> low(memory.tokens, t, row * R), high(memory.tokens, t, row * R + 4);
-        float x[4] = {}, y[4] = {};
+        float x[kChains][4] = {}, y[kChains][4] = {};
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const Channels<C>& channels = r < 4 ? low : high;
+            const Channels<C> channels = channels_of(r, t);
+            float *const keys = x[r % kChains], *const queries = y[r % kChains];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if constexpr (kDelta) x[e] = __fmaf_rn(s[r][e], channels.decayed_k[r % 4], x[e]);
-                y[e] = __fmaf_rn(s[r][e], channels.decayed_q[r % 4], y[e]);
+                if constexpr (kDelta) keys[e] = __fmaf_rn(s[r][e], channels.decayed_k[r % 4], keys[e]);
+                queries[e] = __fmaf_rn(s[r][e], channels.decayed_q[r % 4], queries[e]);
             }
         }
-        auto leave = [&](float4(&to)[kWarps][L], float (&sums)[4]) {
-            reinterpret_cast<float*>(to[warp])[own_column()] = sum_by_halving<4, 16, L>(sums, lane);
+        auto leave = [&](float4(&to)[kSums][L], float (&sums)[kChains][4]) {
+#pragma unroll
+            for (int chain = 0; chain < kChains; chain++)
+                reinterpret_cast<float*>(to[warp + chain * kWarps])[own_column()] =
+                    sum_by_halving<4, 16, L>(sums[chain], lane);
         };
         if constexpr (kDelta) leave(memory.keys[set], x);
         leave(memory.queries[set][kDelta ? 0 : t], y);
@@ -176,7 +179,7 @@ template <class C> struct KFirst {
         if constexpr (kDelta) {
             float sum[4] = {};
 #pragma unroll
-            for (int w = 0; w < kWarps; w++) {
+            for (int w = 0; w < kSums; w++) {
                 float of_warp[4];
                 widen<float>(of_warp, memory.keys[set][w][column]);
 #pragma unroll
@@ -188,7 +191,7 @@ template <class C> struct KFirst {
         }
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const Channels<C>& channels = r < 4 ? low : high;
+            const Channels<C> channels = channels_of(r, t);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 decay_and_add(s[r][e], channels.decay[r % 4], channels.k[r % 4], u[e]);
@@ -201,6 +204,10 @@ template <class C> struct KFirst {
         }
     }
 
+    // Those of the thread's row r and of its three neighbours: its keys lie together (Part::place).
+    __device__ inline Channels<C> channels_of(int r, int t) const {
+        return Channels<C>(memory.tokens, t, row * R + r / 4 * 4);
+    }
     // A lane gets the sums of one of its four columns.
     __device__ inline int own_column() const { return column * 4 + lane / 8; }
 
@@ -217,7 +224,7 @@ template <class C> struct KFirst {
         const float* const sums = reinterpret_cast<const float*>(&memory.queries[set][place][0][0]);
         float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, sums[w * C::kSlice + own_column()]);
+        for (int w = 0; w < kSums; w++) sum = __fadd_rn(sum, sums[w * C::kSlice + own_column()]);
         store_output(p, out + t * p.o.token_stride + own_column(),
                      __fmaf_rn(memory.tokens.key_query[t], u, sum));
     }

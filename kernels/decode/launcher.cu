@@ -98,8 +98,7 @@ template <Layout kLayout> void launch_layout(const DecodeParams& p, void* stream
 namespace tfla_tk {
 
 template <decode::Layout kLayout, int K>
-constexpr int columns_of =
-    decode::Part<kLayout, K>::slice_of(decode::Part<kLayout, K>::threads_for(kDecodeTokens));
+constexpr int columns_of = decode::Part<kLayout, K, kDecodeTokens>::kSlice;
 
 int decode_columns(int dim_k, bool v_first) {
     int columns = 0;

@@ -14,7 +14,7 @@ template <class C> struct VFirst {
     static constexpr int L = P::kLanes, R = P::kRows, W = P::kWords;
     static constexpr int kPerRow = L / R;  // lanes that have the sums of one row
     static constexpr bool kShared = T > 1;
-    static constexpr bool kDelta = C::kWrite == Write::delta;
+    static constexpr bool kDelta = C::kDelta;
     static_assert(R <= L);
 
     struct Memory {
