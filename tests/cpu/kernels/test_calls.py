@@ -20,6 +20,7 @@ from .calls import (
     CUT,
     MODULES,
     OPS,
+    H,
     Op,
     Tensors,
     assert_equal,
@@ -183,8 +184,16 @@ def changes(op: Op, x: Tensors) -> list[tuple[Tensors, dict[str, Any]]]:
     found += [x | {name: x[name].bfloat16()} for name in op.gates]
     found += [x | {name: transposed(x[name])} for name in op.gates]
     found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=64), draw(op, (48, 48), packed=True)]
+    if op is OPS["decay"]:
+        ungated, slopes = {name: t for name, t in x.items() if name != "g"}, torch.linspace(-0.5, 0, H)
+        found += [ungated, ungated | {"g_gamma": slopes}, ungated | {"g_gamma": slopes.double()}]
+        found += [x | {"g": x["g"].double()}, x | {"initial_state": x["initial_state"].bfloat16()}]
+        found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=70, group=2)]
     other = {"eps": 1e-3} if op.is_mlstm else {"scale": 0.5}
-    return [*((each, {}) for each in found), (x, other)]
+    calls: list[tuple[Tensors, dict[str, Any]]] = [*((each, {}) for each in found), (x, other)]
+    if op is OPS["decay"]:
+        calls.append((x | {"initial_state": x["initial_state"].mT.contiguous()}, {"state_v_first": True}))
+    return calls
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -4,6 +4,7 @@ functions."""
 from __future__ import annotations
 
 import itertools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,6 +230,33 @@ def test_tokens_are_read_where_they_lie(tokens: Any, decoding: Decoding) -> None
         assert (address, batch, head) == (y.data_ptr(), *y.stride()[:2])
         assert name in "if" or [*y.stride()[2:]] == rest[-len(y.stride()[2:]) :]
     check(x | {"q": x["q"].repeat_interleave(2, -1)[..., ::2], "i": x["i"].double()})
+
+
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+def test_gates_that_are_converted_live_until_the_launch(
+    tokens: Any, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels get addresses alone."""
+    to_float, run = torch.Tensor.float, decoding.run
+    converted: list[tuple[weakref.ref[torch.Tensor], int]] = []
+    alive: list[bool] = []
+
+    def float_(x: torch.Tensor) -> torch.Tensor:
+        found = to_float(x)
+        converted.append((weakref.ref(found), found.data_ptr()))
+        return found
+
+    def launch(*arguments: Any) -> None:
+        given = {x[0] for x in arguments if isinstance(x, tuple)}
+        alive.extend(x() is not None and address in given for x, address in converted)
+        run(*arguments)
+
+    x = draw(tokens)
+    x |= {name: x[name].double() for name in "if"}
+    monkeypatch.setattr(torch.Tensor, "float", float_)
+    decoding.run = launch
+    results(x)
+    assert alive == [True, True]
 
 
 @pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
