@@ -16,7 +16,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .accuracy import TOLERANCE
-from .linear import Normal, Tensors, check_both, draw_cotangents, draw_operands, pack, run, train
+from .linear import Normal, Tensors, check_both, draw_operands, pack, train
 
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 GATES = ["usual", "none", "slow", "-10", "mixed", "closed", "half closed"]
@@ -131,19 +131,3 @@ def cotangents(x: Tensors) -> list[Tensor]:
     """Of o and of the last state."""
     normal = torch.Generator("cuda").manual_seed(3)
     return [torch.empty_like(x[name]).normal_(generator=normal) for name in ("v", "initial_state")]
-
-
-def assert_no_host_synchronisation(x: Tensors, function: Any, **options: Any) -> None:
-    """Neither in a forward nor in a training step like those before it."""
-    given = draw_cotangents(run(x, function=function, **options))
-
-    def call() -> None:
-        run(x, function=function, **options)
-        train(x, function=function, given=given, **options)
-
-    call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

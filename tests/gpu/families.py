@@ -122,10 +122,22 @@ def draw_packed(
     return pack([draw(case, 1, length, 100 * seed + n, dtype) for n, length in enumerate(lengths)])
 
 
-def compute(case: Case, x: Tensors, offsets: Tensor | None = None, *, compiled: bool = False) -> Tensors:
-    """Outputs and gradients by name, like x: [B, T, ..] of tokens, [N, ..] of states."""
+def compute(
+    case: Case,
+    x: Tensors,
+    offsets: Tensor | None = None,
+    *,
+    compiled: bool = False,
+    fixed: tuple[str, ...] = (),
+) -> Tensors:
+    """Outputs and gradients by name, like x: [B, T, ..] of tokens, [N, ..] of states.
+
+    Args:
+        fixed: inputs that have no gradient.
+    """
     given, x = [x[name] for name in GIVEN], {name: t for name, t in x.items() if name not in GIVEN}
-    leaves = {name: t.detach().requires_grad_(case.trains and name != "m_initial") for name, t in x.items()}
+    fixed = ("m_initial", *fixed)
+    leaves = {name: t.detach().requires_grad_(case.trains and name not in fixed) for name, t in x.items()}
     inputs = {
         name: t.transpose(1, 2) if case.is_mlstm and name not in STATES else t for name, t in leaves.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,19 @@ def draw_gla(
     if states:
         found["initial_state"] = normal(batch if sequences is None else sequences, heads, *dims)
     return found
+
+
+def with_sums_of_gates(x: Tensors, bits: float, tokens: int, times: float | None, *, turn: int) -> Tensors:
+    """x with random gates whose sums over every `tokens` tokens are `times` as many bits; None: half of it
+    and more than it, by turns of so many tokens."""
+    parts = torch.rand_like(x["g"]).unflatten(1, (-1, tokens))
+    parts *= -bits * math.log(2) / parts.sum(2, keepdim=True)
+    if times is None:
+        is_more = torch.arange(parts.shape[1], device=DEVICE) // (turn // tokens) % 2 == 1
+        parts *= torch.where(is_more, 1.5, 0.5)[None, :, None, None, None]
+    else:
+        parts *= times
+    return x | {"g": parts.flatten(1, 2)}
 
 
 def draw_cotangents(outputs: Tensors) -> list[Tensor]:

@@ -47,6 +47,7 @@ CASES = {
     "simple_gla_grouped": simple_gla(128, 256, group=2),
     "retention": Case("chunk_retention", (256, 512)),
     "delta": delta(128, 128),
+    "delta_raw": delta(64, 64, flags=RAW[:1]),
     "gated_delta_64": gated_delta(64, 64),
     "gated_delta": gated_delta(128, 128, group=2),
     "gated_delta_padded": gated_delta(96, 80),
@@ -186,6 +187,16 @@ def test_any_layout(case: Case, layout: str) -> None:
     views |= {name: memory.head_last(x[name]) for name in ("c_initial", "initial_state") if name in x}
     views["do"] = memory.transposed(x["do"])
     assert_equal(compute(case, x | views), compute(case, x))
+
+
+@pytest.mark.parametrize("name", ["gla", "gated_delta", "gated_delta_raw", "kda_raw"])
+def test_gates_without_gradients(name: str) -> None:
+    """The other gradients are bitwise the same."""
+    case = replace(CASES[name], group=1)
+    x = draw(case, 2, 300)
+    expected = compute(case, x)
+    del expected["dg"]
+    assert_equal(compute(case, x, fixed=("g",)), expected)
 
 
 def test_what_a_call_reads_is_left_alone(case: Case) -> None:

@@ -19,7 +19,6 @@ from tfla_tk.core import memo
 
 from .accuracy import relative_error
 from .linear import (
-    REPEATS,
     Normal,
     Tensors,
     assert_accurate,
@@ -28,6 +27,7 @@ from .linear import (
     check_forward,
     exact,
     pack,
+    with_sums_of_gates,
 )
 from .linear import both as both_of
 from .linear import draw_gla as draw
@@ -109,17 +109,8 @@ def test_gates_where_the_form_of_scores_changes(
     times: float | None, tokens: int, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Sums over sides of eight tokens, or over blocks of 16, beside what counts as mild; None: by turns."""
-    x = draw(1, 512, dims=dims, dtype=dtype)
-    most = MILD[dtype] * 0.693147 / (1 if tokens == 8 else 2)
-    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dims[0])
-    sides *= -most / sides.sum(2, keepdim=True)
-    if times is None:
-        hard = torch.arange(sides.shape[1], device="cuda") // (64 // tokens) % 2 == 1
-        sides *= torch.where(hard, 1.5, 0.5)[None, :, None, None, None]
-    else:
-        sides *= times
-    x["g"] = sides.reshape(x["g"].shape)
-    check(x)
+    most = MILD[dtype] / (1 if tokens == 8 else 2)
+    check(with_sums_of_gates(draw(1, 512, dims=dims, dtype=dtype), most, tokens, times, turn=64))
 
 
 def test_closed_gates_across_borders(cut_every: CutEvery) -> None:
@@ -269,33 +260,6 @@ def test_a_nan_gate_is_seen_by_its_channel_from_its_token_on() -> None:
     channels = torch.arange(128, device="cuda") != 7
     assert torch.equal(found["final_state"][:, :, channels], expected["final_state"][:, :, channels])
     assert found["final_state"][:, :, 7].isnan().all()
-
-
-def test_gates_without_gradient() -> None:
-    """The other gradients are bitwise the same."""
-    x = draw(2, 300)
-    names = [name for name in x if name != "g"]
-    leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
-    outputs = run(leaves)
-    given = [torch.ones_like(t) for t in outputs.values()]
-    grads = torch.autograd.grad(list(outputs.values()), [leaves[name] for name in names], given)
-    expected = train(x, given=given)
-    del expected["dg"]
-    assert_equal({f"d{name}": t for name, t in zip(names, grads, strict=True)}, expected)
-
-
-@whole_and_cut
-@pytest.mark.parametrize("heads", [4, 80])
-@of_dims([(64, 64), (64, 256), (128, 128), (128, 256), *SUMS, (128, 512), (144, 272), (256, 512)])
-@pytest.mark.parametrize("gates", ["usual", "mixed"])
-def test_every_repeat_is_bitwise_equal(
-    gates: str, dims: tuple[int, int], heads: int, chunks: int, dtype: torch.dtype, cut_every: CutEvery
-) -> None:
-    cut_every(chunks)
-    x = draw(2, 700, heads, dims, dtype, gates)
-    first = both(x)
-    for _ in range(REPEATS):
-        assert_equal(both(x), first)
 
 
 # cut sequences

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
 
 from .conftest import forget_calls
 from .kda import GATES, check, draw, draw_raw
-from .linear import assert_equal, both, check_forward, draw_cotangents, pack, run, train
+from .linear import assert_equal, both, check_forward, pack, with_sums_of_gates
 from .memory import LENGTHS
 
 DIMS = [(128, 128), (64, 64), (64, 128), (128, 64), (128, 256), (64, 512)]
@@ -79,16 +78,7 @@ def test_gates_where_the_form_of_scores_changes(
     times: float | None, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Sums over eight tokens beside what counts as mild; None: by turns."""
-    x = draw(1, 512, dims=dims, dtype=dtype)
-    sides = torch.rand_like(x["g"]).reshape(1, -1, 8, 2, dims[0])
-    sides *= -MILD_BITS * math.log(2) / sides.sum(2, keepdim=True)
-    if times is None:
-        hard = torch.arange(sides.shape[1], device="cuda") // 2 % 2 == 1
-        sides *= torch.where(hard, 1.5, 0.5)[None, :, None, None, None]
-    else:
-        sides *= times
-    x["g"] = sides.reshape(x["g"].shape)
-    check(x)
+    check(with_sums_of_gates(draw(1, 512, dims=dims, dtype=dtype), MILD_BITS, 8, times, turn=16))
 
 
 @of_gate_dtypes
@@ -154,30 +144,6 @@ def test_walkers_do_not_change_a_bit(
 
 def test_a_scale_below_zero() -> None:
     check(draw(), scale=-0.3)
-
-
-@pytest.mark.parametrize("heads", [2, 6], ids=["own heads", "shared heads"])
-def test_gradients_without_what_the_forward_kept(heads: int) -> None:
-    """Hooks that move what is saved have the backward make it again."""
-    x = draw(value_heads=heads)
-    expected = train(x, function=chunk_kda)
-    with torch.autograd.graph.save_on_cpu():
-        assert_equal(train(x, function=chunk_kda), expected)
-
-
-def test_gradients_without_those_of_the_gates() -> None:
-    x = draw_raw(torch.float32, RAW)
-    expected = train(x, function=chunk_kda, **RAW)
-    given = draw_cotangents(run(x, function=chunk_kda, **RAW))
-    without = ("g", "A_log", "dt_bias")
-    leaves = {name: t.detach().requires_grad_(name not in without) for name, t in x.items()}
-    outputs = run(leaves, function=chunk_kda, **RAW)
-    wanted = [name for name in x if name not in without]
-    grads = torch.autograd.grad(list(outputs.values()), [leaves[name] for name in wanted], given)
-    assert_equal(
-        {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)},
-        {f"d{name}": expected[f"d{name}"] for name in wanted},
-    )
 
 
 @pytest.mark.sanitize

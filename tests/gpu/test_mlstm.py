@@ -302,12 +302,6 @@ def test_long_sequences_are_cut_by_the_rule(operator: Any, dims: tuple[int, int]
     check(operator, make_inputs(1, 2, 8192, dims, states=operator.states))
 
 
-def test_a_long_forward_is_cut_by_the_rule(operator: Any) -> None:
-    x = make_inputs(1, 4, 20_000)
-    assert segments.cut(1, 20_000, 4, torch.cuda.get_device_properties(0).multi_processor_count).segments > 8
-    assert_accurate(operator.run(x), operator.truth(x))
-
-
 def chunk_slots(lengths: list[int]) -> list[int]:
     """The slots of chunk_m that hold a chunk of a sequence, one after the other; the others hold nothing."""
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()

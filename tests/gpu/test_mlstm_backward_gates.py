@@ -19,14 +19,12 @@ from tfla_tk.ops import mlstm as ops
 
 from .accuracy import relative_error
 from .memory import high_and_low, launch, normal, offsets_of
-from .mlstm_formulas import gate_gradients
+from .mlstm_formulas import ANCHOR_CHUNKS, CHUNK, RowSums, gate_gradients
 
 Check = Callable[..., tuple[Tensor, Tensor]]
 StateGradient = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # c, dc, n, dn
 
 REPEATS = 200
-CHUNK = 64
-ANCHOR_CHUNKS = 8
 GATES = ["exp", "sig"]
 NO_STATE: StateGradient = (None, None, None, None)
 
@@ -36,17 +34,11 @@ def kernel() -> ModuleType:
     return build.load(instances.CHUNKWISE[False], *map(instances.mlstm_bwd_gates, (False, True)))
 
 
-class RowSums(NamedTuple):
-    """Of every token [slices, B, NH, S], and of every chunk with the squares [slices, B, NH, slots, 2]."""
-
-    whole: Tensor
-    inter: Tensor
-
-
 class Problem(NamedTuple):
     """Arguments of the gates' kernels.
 
     Attributes:
+        q_dq, k_dk: of every slice of K or V.
         states: c, dc, n, dn at start and end, None where absent.
         before: like `anchors`, for the chunks before an anchor; None: the same.
         every: chunks from one anchor to the next.

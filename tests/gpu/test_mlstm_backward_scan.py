@@ -20,9 +20,8 @@ from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 
 from .memory import LENGTHS, high_and_low, launch, normal, offsets_of
-from .mlstm_formulas import row_factors
+from .mlstm_formulas import CHUNK, row_factors
 
-CHUNK = 64
 EPS = 1e-6
 SCALE = 0.0625
 STORED = 2 * 4  # numbers by which shares of dq and dk take turns: kMostSlices of each

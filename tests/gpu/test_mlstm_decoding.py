@@ -1,4 +1,7 @@
-"""Decoding of mLSTM on the GPU, a step or a few tokens at once: against the recurrence in fp64."""
+"""Decoding of mLSTM on the GPU, a step or a few tokens at once: against the recurrence in fp64.
+
+Spikes, empty states and NaN: tests/cpu/kernels/test_mlstm_decoding.py, where the same sources run on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -197,67 +200,6 @@ def test_extreme_gates(decoder: Decoder, gates: str, state: torch.dtype) -> None
         assert_close(found, truth)
 
 
-@of_exponential_gates
-@of_several_tokens
-@pytest.mark.parametrize("place", [0, 3, 7])
-def test_a_spike_among_the_tokens(decoder: Decoder, place: int) -> None:
-    """i = 80: what was before is forgotten, what the spike wrote stays; tokens before it do not see it."""
-    x = decoder.draw()
-    x["i"].fill_(-80.0)
-    x["i"][:, :, place] = 80.0
-    assert_close(decoder(x), decoder.truth(x))
-
-
-@of_exponential_gates
-@pytest.mark.parametrize("tokens", [None], ids=["step"], indirect=True)
-def test_a_spike_and_its_end(decoder: Decoder) -> None:
-    """i = 80, then -80: what was before is forgotten, what the spike wrote stays."""
-    x = decoder.draw()
-    wide = {name: t.double() for name, t in x.items()}
-    for i in (80.0, -80.0, -80.0, 80.0, 0.0):
-        x["i"].fill_(i)
-        wide["i"].fill_(i)
-        found, truth = decoder(x), decoder(wide, "reference")
-        assert_close(found, truth)
-        x |= {name: found[name] for name in STATE}
-        wide |= {name: truth[name] for name in STATE}
-
-
-@of_exponential_gates
-def test_an_empty_memory(decoder: Decoder) -> None:
-    """m = -inf: nothing was there."""
-    x = decoder.draw()
-    x["m"].fill_(-torch.inf)
-    x["c"].zero_()
-    x["n"].zero_()
-    assert_close(decoder(x), decoder.truth(x))
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "c"])
-def test_nan_reaches_its_own_head_alone(decoder: Decoder, name: str) -> None:
-    x = decoder.draw()
-    clean = decoder(x)
-    x[name][1, 2] = torch.nan
-    found = decoder(x)
-    assert found["h"][1, 2].isnan().all()
-    for result, t in found.items():
-        assert torch.equal(t[0], clean[result][0]) and torch.equal(t[1, :2], clean[result][1, :2])
-
-
-@of_several_tokens
-@pytest.mark.parametrize("name", ["q", "i", "f"])
-def test_nan_of_a_token_leaves_those_before_it(decoder: Decoder, name: str) -> None:
-    x = decoder.draw()
-    clean = decoder(x)
-    x[name][1, 2, 5] = torch.nan
-    found = decoder(x)
-    h = found["h"][1, 2]
-    assert torch.equal(h[:5], clean["h"][1, 2, :5]) and h[5].isnan().all()
-    assert name == "q" or h[5:].isnan().all()
-    for result, t in found.items():
-        assert torch.equal(t[0], clean[result][0]) and torch.equal(t[1, :2], clean[result][1, :2])
-
-
 # memory, repeats, graphs, streams
 
 
@@ -270,15 +212,6 @@ def test_every_element_is_written(decoder: Decoder, dims: tuple[int, int], state
     for size in sizes:
         torch.full((-(-size // 4),), torch.nan, device=DEVICE)
     assert all(t.isfinite().all() for t in decoder(x, dtype_state=state).values())
-
-
-@of_several_tokens
-@pytest.mark.parametrize("seq", [8, 13])
-def test_equals_as_many_steps(decoder: Decoder, seq: int) -> None:
-    """The step kernel and this one, in fp32."""
-    x = decoder.draw(2, 4, (256, 512), dtype=torch.float32, seq=seq)
-    steps = decoder.by_steps(x)
-    assert_close(decoder(x), {name: t.double() for name, t in steps.items()})
 
 
 @of_state_dtypes
@@ -300,16 +233,6 @@ def test_repeats_are_bitwise_equal(
         for name, t in expected.items():
             different += (found[name] != t).sum()
     assert different.item() == 0
-
-
-@of_exponential_gates
-def test_in_place_with_parts_in_dtypes_of_their_own(decoder: Decoder) -> None:
-    x = decoder.draw()
-    x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
-    truth = decoder.truth(x)
-    found = decoder(x, inplace=True)
-    assert [found[name].dtype for name in STATE] == [torch.bfloat16, torch.float32, torch.float16]
-    assert_close(found, truth)
 
 
 @pytest.mark.parametrize("batch", [1, 70])
@@ -376,19 +299,6 @@ def test_a_hundred_calls(decoder: Decoder, state: torch.dtype, inplace: bool) ->
         assert relative_error(found["h"], truth["h"]) <= limit
     if state == torch.float32:
         assert_close(found, truth)
-
-
-@of_exponential_gates
-@of_several_tokens
-def test_a_state_that_is_kept_for_thousands_of_calls(decoder: Decoder) -> None:
-    """Nothing written, nothing forgotten: bit for bit the state that it was."""
-    x = decoder.draw(1, 2)
-    x["i"].fill_(-1e4)
-    x["f"].fill_(1e4)
-    before = clone(x)
-    for _ in range(3000):
-        decoder(x, inplace=True)
-    assert all(torch.equal(x[name], before[name]) for name in STATE)
 
 
 @of_several_tokens

@@ -17,8 +17,8 @@ from tfla_tk.build import CaptureError, builder, find_thunderkittens
 from tfla_tk.core import memo
 
 from .accuracy import relative_error
-from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
-from .mlstm import assert_accurate, assert_gradients, draw_packed, make_inputs
+from .memory import LENGTHS, TOKENS, relayout, transposed
+from .mlstm import assert_gradients, draw_packed, make_inputs
 
 Tensors = dict[str, Tensor]
 
@@ -81,29 +81,6 @@ def test_a_device_that_is_not_the_current_one(operator: Any) -> None:
     assert all(torch.equal(found[name].to("cuda:0"), t) for name, t in expected.items())
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
-def test_torch_compile_of_layouts(layout: str, operator: Any) -> None:
-    def laid_out(seq: int) -> dict[str, Tensor]:
-        x = make_inputs(seq=seq, states=operator.states)
-        if layout != "contiguous":
-            rows = 0 if layout == "transposed" else 1
-            for name in ("q", "k", "v"):
-                dim = x[name].shape[-1]
-                wide = torch.nn.functional.pad(x[name].transpose(1, 2), (rows, 8 * rows - rows))
-                x[name] = wide.contiguous()[..., rows : dim + rows].transpose(1, 2)
-        return x
-
-    torch._dynamo.reset()
-    compiled = torch.compile(operator.run, fullgraph=True)
-    with torch.no_grad():
-        # the second length is traced with symbolic shapes
-        for seq in (300, 211):
-            x = laid_out(seq)
-            expected, found = operator.run(x), compiled(x)
-            assert all(torch.equal(found[name], t) for name, t in expected.items())
-            assert found["h"].stride() == expected["h"].stride()
-
-
 @pytest.mark.parametrize("size", [(0, 3, 300), (2, 0, 300), (2, 3, 0)])
 def test_empty(operator: Any, size: tuple[int, int, int]) -> None:
     x = make_inputs(*size, states=operator.states)
@@ -132,36 +109,6 @@ def test_a_thread_that_has_not_used_the_gpu(exponential: Any) -> None:
 
 
 # autograd
-
-
-@pytest.mark.parametrize("name", [*TOKENS, "c_initial", "n_initial"])
-def test_one_gradient_alone(name: str, exponential: Any) -> None:
-    x = make_inputs(states=exponential.states)
-    cotangents = exponential.draw_cotangents(x, last=False)
-    expected = exponential.gradients(x, cotangents)
-    (found,) = exponential.gradients(x, cotangents, names=(name,)).values()
-    assert torch.equal(found, expected[name])
-
-
-def test_two_calls_with_the_state_passed(operator: Any) -> None:
-    """The gradient of the first call comes through the state alone where its h is not used."""
-    x = make_inputs(2, 3, 500, states=operator.states)
-    dh = torch.randn_like(x["v"])
-    dh[:, :, :200] = 0
-
-    def in_two(leaves: Tensors) -> Tensor:
-        parts = [
-            {name: t[:, :, where] if name in TOKENS else t for name, t in leaves.items()}
-            for where in (slice(0, 200), slice(200, None))
-        ]
-        first = operator.run(parts[0])
-        state = {name: first[name[0]] for name in operator.states}
-        return torch.cat((first["h"], operator(parts[1] | state)), dim=2)
-
-    leaves = {name: t.clone().requires_grad_(name != "m_initial") for name, t in x.items()}
-    in_two(leaves).backward(dh)
-    found = {name: t.grad for name, t in leaves.items() if t.requires_grad}
-    assert_gradients(found, operator.true_gradients(x, {"h": dh}), x["q"].dtype)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
@@ -227,18 +174,3 @@ def test_what_is_saved_may_be_kept_on_the_host(operator: Any) -> None:
     with torch.autograd.graph.save_on_cpu():
         found = operator.gradients(x, cotangents)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
-
-
-def test_autocast(operator: Any) -> None:
-    """Gradients of fp32 operands in fp32, as exact as those of the operands that the kernels saw."""
-    x = make_inputs(dtype=torch.float32)
-    dh = torch.randn_like(x["v"]).bfloat16()
-    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
-    with torch.autocast("cuda", torch.bfloat16):
-        outputs = operator.run(leaves)
-    outputs["h"].backward(dh)
-    found = {name: t.grad for name, t in leaves.items()}
-    assert outputs["h"].dtype == torch.bfloat16 and {t.dtype for t in found.values()} == {torch.float32}
-    rounded = {name: t.bfloat16() if name in OPERANDS else t for name, t in x.items()}
-    assert_accurate({name: t.detach() for name, t in outputs.items()}, operator.truth(rounded))
-    assert_gradients(found, operator.true_gradients(rounded, {"h": dh}), torch.bfloat16)

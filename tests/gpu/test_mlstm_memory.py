@@ -72,27 +72,6 @@ def test_what_tma_cannot_address_is_copied_once(operator: Any, layout: Callable[
     assert peak_bytes(lambda: operator(view)) == copies + found["h"].nbytes
 
 
-@pytest.mark.parametrize("names", [("q", "k", "v"), ("c_initial", "n_initial", "m_initial")], ids="_".join)
-def test_a_call_like_the_last_one_at_odd_addresses(names: tuple[str, ...], operator: Any) -> None:
-    """What is kept of calls does not tell where their tensors start."""
-    x = make_inputs(states=operator.states)
-    plain = operator.run(x)
-    late = {n: torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view_as(t) for n, t in x.items()}
-    odd = x | {name: late[name].copy_(x[name]) for name in names if name in x}
-    assert all(odd[name].stride() == x[name].stride() for name in x)
-    for inputs in (odd, x, odd):
-        found = operator.run(inputs)
-        assert all(torch.equal(found[name], plain[name]) for name in plain)
-
-
-def test_heads_that_share_memory(operator: Any) -> None:
-    x = {
-        name: t[:, :1].expand_as(t) if name in ("q", "k", "v", "f") else t
-        for name, t in make_inputs().items()
-    }
-    assert_accurate(operator.run(x), operator.truth(x))
-
-
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
@@ -118,34 +97,6 @@ def test_the_kernel_reads_gates_of_any_dtype(
     arguments = (*x.values(), *[None] * 4, False, True, 1e-6, True, False)
     found = dict(zip("hcnm", torch.ops.tfla_tk.mlstm_fwd(*arguments)[:4], strict=True))
     assert_accurate(found, exponential.truth(x))
-
-
-def test_initial_states_may_start_anywhere(operator: Any) -> None:
-    x = make_inputs(states=operator.states)
-    truth = operator.truth(x)
-    for name in operator.states:
-        start = torch.empty(x[name].numel() + 1, device="cuda")[1:].view_as(x[name])
-        x[name] = start.copy_(x[name])
-    assert_accurate(operator.run(x), truth)
-    # strided states, in the model's dtype
-    x |= {name: x[name].bfloat16().movedim(0, -1).contiguous().movedim(-1, 0) for name in operator.states}
-    assert_accurate(operator.run(x), operator.truth(x))
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("layout", [transposed, shifted, head_last], ids=lambda layout: layout.__name__)
-def test_gradients_lie_as_their_inputs_do(
-    operator: Any, layout: Callable[[Tensor], Tensor], dims: tuple[int, int]
-) -> None:
-    """The same bits, whatever the layout of the operands and of dh."""
-    x = make_inputs(2, 3, 200, dims, states=operator.states)
-    cotangents = operator.draw_cotangents(x, last=True)
-    expected = operator.gradients(x, cotangents)
-    view = relayout(x, layout)
-    found = operator.gradients(view, cotangents | {"h": layout(cotangents["h"])})
-    for name, t in found.items():
-        assert torch.equal(t, expected[name]), name
-        assert t.stride() == torch.empty_like(view[name]).stride(), name
 
 
 @pytest.mark.slow

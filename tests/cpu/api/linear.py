@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla_tk import which
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.layout import Kept
 from tfla_tk.core.support import SUPPORTED
@@ -20,18 +21,42 @@ LAYOUT = (3, 1)  # of what the stand-in keeps
 
 
 def leaves(inputs: Inputs) -> Inputs:
+    """With their strides."""
     return {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
 
 
+def heads_first(x: Inputs) -> Inputs:
+    """The same numbers with dimensions 1 and 2 swapped in memory, of the initial state the last two."""
+
+    def turned(name: str, t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dim() < 3:
+            return t
+        dims = (2, 3) if name == "initial_state" else (1, 2)
+        return t.transpose(*dims).contiguous().transpose(*dims)
+
+    return {name: turned(name, t) for name, t in x.items()}
+
+
 def gradients(function: Callable[..., Any], inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-    """o, the final state, and the gradients of a loss that reaches both."""
+    """o, the final state, both contiguous, and the gradients of a loss that reaches both."""
     x = leaves(inputs)
     o, last = function(**x, **options, output_final_state=True)
+    assert o.is_contiguous() and last.is_contiguous()
     generator = torch.Generator().manual_seed(7)
     loss = sum((y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in (o, last))
     assert isinstance(loss, Tensor)
     grads = torch.autograd.grad(loss, list(x.values()))
     return {"o": o.detach(), "last": last.detach(), **dict(zip(x, grads, strict=True))}
+
+
+def assert_refused(
+    function: Callable[..., Any], arguments: Inputs, error: type[Exception], message: str
+) -> None:
+    """That the call raises this, and `which` of the call, too."""
+    with pytest.raises(error, match=message):
+        function(**arguments)
+    with pytest.raises(error, match=message):
+        which(function.__name__, **arguments)
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tol: float = 1e-9) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, reference
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, reference
 from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
@@ -32,14 +32,6 @@ def test_each_flag_alone() -> None:
     # not looked at without its flag
     o, _ = chunk_gated_delta_rule(**x, A_log=a_log[:1], dt_bias=dt_bias)
     torch.testing.assert_close(o, run(**x)[0])
-
-
-def test_keys_of_norm_0() -> None:
-    x = draw()
-    del x["g"]
-    x["k"][:, 5:9] = 0
-    found = gradients(chunk_delta_rule, x, use_qk_l2norm_in_kernel=True)
-    assert all(t.isfinite().all() for t in found.values())
 
 
 # The path of the kernels
@@ -74,14 +66,3 @@ def test_without_decay(kernels: Kernels) -> None:
     found = gradients(chunk_delta_rule, x, backend="tk")
     assert kernels.core.g is None and kernels.needs_gates == [False]
     assert_same(found, gradients(reference.delta_rule_recurrent, x))
-
-
-def test_plans_are_kept_by_flags(kernels: Kernels) -> None:
-    x = draw()
-    chunk_gated_delta_rule(**x)
-    chunk_gated_delta_rule(**x, use_qk_l2norm_in_kernel=True)
-    assert len(delta_rule._path.plans) == 2
-    del x["g"]
-    chunk_delta_rule(**x)
-    with pytest.raises(TypeError, match="g: expected a tensor"):
-        chunk_gated_delta_rule(**x, g=None)

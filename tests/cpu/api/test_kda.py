@@ -13,8 +13,7 @@ from tfla_tk.backends.triton import fla
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
 from .families import serve_kda
-from .linear import assert_same, gradients
-from .linear_checks import assert_refused
+from .linear import assert_refused, assert_same, gradients
 
 OFFSETS = torch.tensor([0, 5, 5, 40])
 STATES = {"return_intermediate_states": True}

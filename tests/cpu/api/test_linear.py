@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,18 +19,7 @@ from tfla_tk import UnsupportedError, doctor, which
 from tfla_tk.backends.triton import fla
 
 from .families import FAMILIES, GATED, GLA, INTRA, PLAIN, RAW, RAW_KDA, SIMPLE_GLA, STATE, UNGATED, Family
-from .linear import Inputs, assert_same, gradients, leaves
-from .linear_checks import (
-    assert_autocast,
-    assert_dtypes,
-    assert_final_state_is_a_copy,
-    assert_final_state_may_change,
-    assert_packs_sequences,
-    assert_pads_head_dims,
-    assert_profiles_show_what_runs,
-    parameters_by_place,
-    parameters_of_fla,
-)
+from .linear import Inputs, assert_same, gradients, heads_first, leaves
 
 OFFSETS = torch.tensor([0, 5, 5, 40])
 
@@ -56,23 +48,47 @@ def of_families(*families: Family) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("heads", [(2, 2), (2, 6)])
 @of_families(*FAMILIES, UNGATED)
 def test_forms_agree_with_the_recurrence(family: Family, backend: str, heads: tuple[int, int]) -> None:
+    """Results are contiguous, as fla's are, whatever the inputs' strides."""
     x = family.draw(heads=heads)
     expected = gradients(family.recurrent, x, scale=0.3)
-    assert_same(gradients(family.function, x, scale=0.3, backend=backend), expected)
+    for inputs in (x, heads_first(x)):
+        assert_same(gradients(family.function, inputs, scale=0.3, backend=backend), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_cpu", [False, True])
 @of_families(*PLAIN)
 def test_packed_sequences(family: Family, dtype: torch.dtype, with_cpu: bool) -> None:
-    x = family.draw(batch=1, rows=5)
-    assert_packs_sequences(family.function, family.recurrent, x, dtype, with_cpu=with_cpu)
+    """They give what the recurrence gives, and what each of them gives alone; an empty one returns its own
+    initial state."""
+    x, bounds = family.draw(batch=1, rows=5), [0, 0, 1, 23, 23, 40]
+    offsets = torch.tensor(bounds, dtype=dtype)
+    expected = gradients(family.recurrent, x, cu_seqlens=offsets)
+    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
+    assert_same(gradients(family.function, heads_first(x), cu_seqlens=offsets, **options), expected)
+    o, last = family.function(**x, cu_seqlens=offsets, output_final_state=True)
+    for j, (start, end) in enumerate(itertools.pairwise(bounds)):
+        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
+        state = x["initial_state"][j : j + 1]
+        alone, alone_last = family.function(**own, initial_state=state, output_final_state=True)
+        torch.testing.assert_close(o[:, start:end], alone)
+        torch.testing.assert_close(last[j : j + 1], alone_last)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_without_a_token_the_final_state_is_a_copy(family: Family, v_first: bool, backend: str) -> None:
-    assert_final_state_is_a_copy(family.function, family.draw(seq=0), v_first=v_first, backend=backend)
+    """It is no view of the initial one, as caches are updated in place; or zeros."""
+    x, options = family.draw(seq=0), {"backend": backend, "output_final_state": True}
+    for given in (x["initial_state"], heads_first(x)["initial_state"]):
+        given = given.mT if v_first else given
+        before = given.clone()
+        o, last = family.function(**x | {"initial_state": given}, **options, state_v_first=v_first)
+        assert o.shape == x["v"].shape and torch.equal(last, given) and last.is_contiguous()
+        last.add_(1)
+        assert torch.equal(given, before)
+    _, last = family.function(**x | {"initial_state": None}, **options)
+    assert last.shape == x["initial_state"].shape and not last.any()
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 1, "heads": (0, 0)}, {"batch": 0}], ids=["heads", "batch"])
@@ -86,11 +102,23 @@ def test_no_head_and_no_batch(family: Family, sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes(family: Family, dtype: torch.dtype) -> None:
-    assert_dtypes(family.function, family.draw(), dtype)
+    """o has q's dtype, the state fp32, and every gradient that of its input."""
+    x = leaves({name: t.to(dtype if name in "qkv" else torch.float32) for name, t in family.draw().items()})
+    o, last = family.function(**x, output_final_state=True)
+    assert (o.dtype, last.dtype) == (dtype, torch.float32)
+    (o.float().sum() + last.sum()).backward()
+    assert all(t.grad is not None and t.grad.dtype == t.dtype for t in x.values())
 
 
 def test_autocast(family: Family) -> None:
-    assert_autocast(family.function, family.draw())
+    """q, k, v are cast, which may differ in dtype; gates and states are not."""
+    x = {name: t.float() for name, t in family.draw().items()}
+    cast = x | {name: x[name].bfloat16() for name in "qkv"}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, last = family.function(**x | {"k": cast["k"]}, output_final_state=True)
+    expected, expected_last = family.function(**cast, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32
+    assert torch.equal(o, expected) and torch.equal(last, expected_last)
 
 
 @of_families(*PLAIN)
@@ -118,11 +146,14 @@ def test_signatures_are_those_of_fla() -> None:
     pytest.importorskip("fla")
     for name, module in fla.FLA_OPS.items():
         if name.startswith("chunk_"):
-            expected = parameters_of_fla(getattr(importlib.import_module(module), name))
+            function = getattr(importlib.import_module(module), name)
+            found = inspect.signature(getattr(function, "tfla_tk_original", function)).parameters.values()
+            expected = [(p.name, p.default) for p in found if p.kind is not p.VAR_KEYWORD]
             if name == "chunk_lightning_attn":
                 # may be left out beside g_gamma
                 expected = [(n, None if n in ("layer_idx", "num_layers") else d) for n, d in expected]
-            assert parameters_by_place(getattr(tfla_tk, name)) == expected, name
+            ours = inspect.signature(getattr(tfla_tk, name)).parameters.values()
+            assert [(p.name, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY] == expected, name
 
 
 # The path of the kernels
@@ -138,10 +169,11 @@ def test_kernels_get_what_they_read(family: Family, kernels: Any, v_first: bool,
         x["initial_state"] = x["initial_state"].mT.contiguous()
     options["state_v_first"] = v_first
     expected = gradients(family.function, x, **options, backend="reference:recurrent")
-    found = gradients(family.function, x, **options, backend="tk")
-    assert kernels.calls == ["forward, kept", "backward, kept"]
-    assert_same(found, expected)
-    assert kernels.read()[3].shape == shape
+    for inputs in (x, heads_first(x)):
+        kernels.calls.clear()
+        assert_same(gradients(family.function, inputs, **options, backend="tk"), expected)
+        assert kernels.calls == ["forward, kept", "backward, kept"]
+        assert kernels.read()[3].shape == shape
 
 
 @pytest.mark.parametrize(
@@ -150,7 +182,33 @@ def test_kernels_get_what_they_read(family: Family, kernels: Any, v_first: bool,
 def test_other_head_dims_are_padded(
     family: Family, kernels: Any, dims: tuple[int, int], compiled: bool
 ) -> None:
-    assert_pads_head_dims(family.function, family.draw(dims=dims), kernels.read, compiled=compiled)
+    """Kernels, or the op in a graph, get multiples of 16, and nobody who calls them notices."""
+    x, whole = heads_first(family.draw(dims=dims)), [dim + -dim % 16 for dim in dims]
+    graphs = EagerAndRecordGraphs()
+    called = torch.compile(family.function, backend=graphs, fullgraph=True) if compiled else family.function
+    for v_first in (False, True):
+        if v_first:
+            x["initial_state"] = x["initial_state"].mT
+        expected = gradients(family.function, x, state_v_first=v_first, backend="reference")
+        found = gradients(called, x, state_v_first=v_first, backend="tk")
+        assert_same(found, expected)
+        q, k, v, state = read_by_op(graphs.graphs[-1]) if compiled else kernels.read()
+        assert q.shape == k.shape
+        assert [q.shape[-1], v.shape[-1]] == list(state.shape[-2:]) == whole
+        o, last = called(**x, state_v_first=v_first, output_final_state=True, backend="tk")
+        assert o.untyped_storage().nbytes() == o.nbytes and last.untyped_storage().nbytes() == last.nbytes
+        o, last = called(**x, state_v_first=v_first, backend="tk")
+        assert last is None and torch.equal(o, found["o"])
+    torch._dynamo.reset()
+
+
+def read_by_op(graph: torch.fx.GraphModule) -> tuple[Tensor, ...]:
+    """q, k, v and the initial state, without data, of a registered op in a graph."""
+    (node,) = (n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "tfla_tk")
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False))
+    q, k, v, state = (given[name].meta["example_value"] for name in ("q", "k", "v", "initial_state"))
+    return q, k, v, state
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
@@ -173,19 +231,16 @@ def test_plain_calls_go_to_the_kernels_and_others_to_the_op(
 
 @of_families(*PLAIN)
 def test_a_profile_shows_the_kernels_that_run_without_it(family: Family, kernels: Any) -> None:
-    assert_profiles_show_what_runs(family.function, family.draw(), kernels.calls, family.op)
-
-
-@of_families(*PLAIN)
-def test_plans_are_kept_by_what_matters(family: Family, kernels: Any) -> None:
+    """Under the names of the ops."""
     x = family.draw()
-    for _ in range(3):
-        family.function(**x)
-    assert len(family.path.plans) == 1
-    family.function(**x, scale=1.0)
-    family.function(**x | {"v": x["v"].transpose(0, 1).contiguous().transpose(0, 1)})
-    family.function(**leaves(x))
-    assert len(family.path.plans) == 4
+    expected, plain = gradients(family.function, x), kernels.calls.copy()
+    kernels.calls.clear()
+    with torch.profiler.profile() as profile:
+        found = gradients(family.function, x)
+    assert kernels.calls == plain == ["forward, kept", "backward, kept"]
+    names = {event.key for event in profile.key_averages() if "tfla_tk" in event.key}
+    assert names == {f"tfla_tk::{family.op}_fwd", f"tfla_tk::{family.op}_bwd"}
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 @of_families(*PLAIN)
@@ -213,7 +268,14 @@ def test_a_call_is_batch_invariant_as_it_began(family: Family, kernels: Any) -> 
 
 @of_families(GLA, GATED, RAW, RAW_KDA)
 def test_a_final_state_that_is_overwritten(family: Family, kernels: Any) -> None:
-    assert_final_state_may_change(family.function, family.draw())
+    """In place, as a cache is: it leaves the gradients as they are."""
+    x = leaves(family.draw())
+    o, _ = family.function(**x, output_final_state=True)
+    expected = torch.autograd.grad(o.sum(), list(x.values()))
+    o, last = family.function(**x, output_final_state=True)
+    with torch.no_grad():
+        last.zero_()
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), list(x.values())), expected))
 
 
 @of_families(*PLAIN)
@@ -315,11 +377,18 @@ def test_opcheck(family: Family, packed: bool, with_state: bool, last: bool) -> 
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 @of_families(SIMPLE_GLA, GLA, RAW, RAW_KDA)
 def test_compile(family: Family, kernels: Any, packed: bool, backend: str) -> None:
-    x = family.draw(batch=1, rows=3 if packed else 1)
+    """Results are contiguous within the graph, too, where callers reshape them."""
+    x = heads_first(family.draw(batch=1, rows=3 if packed else 1))
     options: dict[str, Any] = {"cu_seqlens": OFFSETS} if packed else {}
-    compiled = torch.compile(family.function, backend="aot_eager", fullgraph=True)
-    found = gradients(compiled, x, **options, backend=backend)
-    assert_same(found, gradients(family.recurrent, x, **options))
+    if packed:
+        x["initial_state"], options["state_v_first"] = x["initial_state"].mT, True
+
+    def call(**x: Any) -> Any:
+        o, last = family.function(**x, backend=backend)
+        return o.view(*o.shape[:2], -1).view(o.shape), last.view(last.shape[0], -1).view(last.shape)
+
+    found = gradients(torch.compile(call, backend="aot_eager", fullgraph=True), x, **options)
+    assert_same(found, gradients(family.function, x, **options, backend="reference:recurrent"))
     torch._dynamo.reset()
 
 
@@ -359,12 +428,13 @@ def test_export(family: Family) -> None:
 def test_fake_and_meta_tensors(family: Family) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    x = family.draw(batch=1, rows=2)
+    x = heads_first(family.draw(batch=1, rows=2))
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(t) for name, t in x.items()}
         offsets = mode.from_tensor(torch.tensor([0, 5, 40]))
         o, last = family.function(**fake, cu_seqlens=offsets, output_final_state=True)
     assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+    assert o.is_contiguous() and last.is_contiguous()
     meta = {name: t.to("meta") for name, t in x.items()}
     o, last = family.function(**meta, cu_seqlens=torch.zeros(3, device="meta", dtype=torch.int32))
     assert o.shape == x["v"].shape and o.device.type == "meta" and last is None

@@ -27,8 +27,7 @@ from tfla_tk.core import dispatch
 from tfla_tk.core.support import SUPPORTED
 
 from .families import GATED, GLA, KDA, PLAIN, SIMPLE_GLA, UNGATED, Family
-from .linear import Inputs
-from .linear_checks import assert_refused
+from .linear import Inputs, assert_refused
 
 PUBLIC = (*PLAIN, UNGATED)
 of_public = pytest.mark.parametrize("family", PUBLIC, ids=str)

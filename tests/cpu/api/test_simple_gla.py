@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla, reference, simple_gla
 
-from .linear import assert_same, gradients
+from .linear import assert_same, gradients, heads_first
+from .served import Operators
 from .simple_gla_calls import Kernels, draw
 
 SLOPES = {"g_gamma": -torch.tensor([0.5, 0.25, 0.125, 0.0625])}
@@ -26,11 +28,14 @@ SLOPES = {"g_gamma": -torch.tensor([0.5, 0.25, 0.125, 0.0625])}
         (chunk_lightning_attn, SLOPES, SLOPES["g_gamma"]),
     ],
 )
-def test_decays_of_heads(function: Callable[..., Any], options: dict[str, Any], decay: Tensor) -> None:
+def test_decays_of_heads(
+    function: Callable[..., Any], options: dict[str, Any], decay: Tensor, kernels: Kernels
+) -> None:
     x = draw()
     del x["g"]
     expected = gradients(reference.simple_gla_recurrent, x, g_gamma=decay.float())
-    assert_same(gradients(function, x, **options), expected)
+    for backend in ("reference", "reference:recurrent", "reference:parallel", "tk"):
+        assert_same(gradients(function, heads_first(x), **options, backend=backend), expected)
 
 
 def test_decays_are_kept_but_not_in_a_trace() -> None:
@@ -91,3 +96,58 @@ def test_a_decay_per_head_comes_with_strides_of_zero(kernels: Kernels) -> None:
     assert kernels.tensors[3] is None
     chunk_retention(x["q"].requires_grad_(), x["k"], x["v"])[0].sum().backward()
     assert kernels.needs_gates == [False]
+
+
+# Calls with and without gradients
+
+
+def test_requires_grad_flips(kernels: Kernels) -> None:
+    """The same tensors: every combination has its own plan, and only what asks gets a gradient."""
+    x = draw(dtype=torch.float32)
+    for flags in 2 * [(), ("q",), ("g",), ("q", "g"), ("initial_state",)]:
+        for n, t in x.items():
+            t.requires_grad_(n in flags)
+            t.grad = None
+        o, _ = chunk_simple_gla(**x, backend="tk")
+        assert o.requires_grad == bool(flags)
+        if flags:
+            o.square().sum().backward()
+        assert {n for n, t in x.items() if t.grad is not None} == set(flags)
+        with torch.no_grad():
+            assert not chunk_simple_gla(**x, backend="tk")[0].requires_grad
+    assert len(simple_gla._path.plans) == 5
+
+
+@pytest.mark.parametrize("gate", ["token", "head", "none"])
+@pytest.mark.parametrize("watched", ["backward", "saved"])
+def test_a_backward_that_is_not_plain(watched: str, gate: str, kernels: Kernels) -> None:
+    """The op, which wants a decay per head of every token; hooks see what the op would save."""
+    x = draw()
+    if gate != "token":
+        del x["g"]
+    if gate == "head":
+        x["g_gamma"] = torch.tensor([-0.5, -0.1, 0.0, -2.0])
+    inputs = {n: t.clone().requires_grad_(n != "g_gamma") for n, t in x.items()}
+    wanted = [t for t in inputs.values() if t.requires_grad]
+    o, _ = chunk_simple_gla(**inputs, backend="tk")
+    expected = torch.autograd.grad(o.square().sum(), wanted)
+    kernels.calls.clear()
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with hooks if watched == "saved" else nullcontext():
+        o, _ = chunk_simple_gla(**inputs, backend="tk")
+    loss = o.square().sum()
+    with Operators() if watched == "backward" else nullcontext():
+        found = torch.autograd.grad(loss, wanted)
+    if watched == "backward":
+        assert kernels.calls == ["forward, kept"]
+    else:
+        assert kernels.calls == ["forward", "backward"]
+        shapes = [t.shape for t in saved]
+        assert len(shapes) == (4 if gate == "none" else 5) and shapes.count((2, 40, 4)) == (gate != "none")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -212,7 +212,7 @@ def results(op: Op, x: Tensors, backend: str = "tk", without: Iterable[str] = ()
         without: names of inputs that have no gradient, and "last": the last state has none.
     """
     options = {**dict(op.options), **options}
-    fixed = {"cu_seqlens", "m_initial", *without}
+    fixed = {"cu_seqlens", "m_initial", "g_gamma", *without}
     x = {name: t.detach().requires_grad_(name not in fixed) for name, t in x.items()}
     outputs = flat(getattr(tfla_tk, op.name)(**x, **options, backend=backend))
     generator = torch.Generator().manual_seed(7)

@@ -1,9 +1,9 @@
-"""Instances compiled once for all the tests and worker processes, and what is in their SASS; launchers."""
+"""Instances, compiled and disassembled; launchers, compiled once for all tests and worker processes."""
 
 from __future__ import annotations
 
 import functools
-import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +14,17 @@ import pytest
 
 from tfla_tk import build, env
 from tfla_tk.build import Instance, Launcher, builder
-from tfla_tk.build.locking import file_lock
 
 from .recorded import RecordedLauncher
 from .sass import Instruction, functions_of
 
 # whatever the compile gate looks at
 GATED = build.all_instances()
+# the same in groups: one kernel's in bf16 and fp16 together
+_groups: dict[str, list[Instance]] = {}
+for _instance in GATED:
+    _groups.setdefault(re.sub("_(bf16|fp16)", "", _instance.name), []).append(_instance)
+GROUPS = list(_groups.values())
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,10 @@ class Compiled:
 
 
 class Compiler:
-    """Compiles instances into a folder that worker processes share, each of them once, and loads launchers.
+    """Compiles instances, and loads launchers.
 
     Args:
+        folder: that worker processes share.
         cache: of launchers, for this run of the tests and later ones.
     """
 
@@ -43,8 +48,6 @@ class Compiler:
         self.folder, self._cache = folder, cache
         self.launcher = functools.cache(self._launcher)
         self.recorded = functools.cache(self._recorded)
-        # a disassembly takes tens of megabytes as objects
-        self.compiled = functools.lru_cache(maxsize=4)(self._compiled)
 
     def _launcher(self, launcher: Launcher) -> ModuleType:
         """What a launcher offers to Python, without machine code of kernels."""
@@ -65,17 +68,8 @@ class Compiler:
                 patch.setattr(builder, loaded, {})
             yield
 
-    def _compiled(self, instance: Instance) -> Compiled:
-        assert instance in GATED, f"{instance.name} is not on record: it has to be one of all_instances"
-        pickled = self.folder / f"{instance.name}.pickle"
-        with file_lock(self.folder / f"{instance.name}.lock"):
-            if not pickled.exists():
-                result = build.compile_instance(instance, self.folder)
-                functions = functions_of(build.disassemble(result.cubin))
-                result.cubin.unlink()
-                found = Compiled(instance, result.ptxas_log, functions)
-                pickled.write_bytes(pickle.dumps(found))
-                return found
-        found = pickle.loads(pickled.read_bytes())
-        assert isinstance(found, Compiled)
-        return found
+    def compiled(self, instance: Instance) -> Compiled:
+        result = build.compile_instance(instance, self.folder)
+        functions = functions_of(build.disassemble(result.cubin))
+        result.cubin.unlink()
+        return Compiled(instance, result.ptxas_log, functions)

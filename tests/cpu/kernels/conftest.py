@@ -1,4 +1,4 @@
-"""Every instance compiled once for all the tests and worker processes; the backward in formulas."""
+"""Compilers, and what takes the place of launchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.build.disassembly import find_tool
 
 from . import calls, summary
-from .compiled import GATED, Compiled, Compiler
+from .compiled import GROUPS, Compiled, Compiler
 from .emulated import compile_emulated
 from .order import compile_first
 from .scalar_gate import Decoding
@@ -77,22 +77,24 @@ def compiler(
 
 
 @pytest.fixture(scope="session")
-def compile_once(compiler: Compiler, pytestconfig: pytest.Config) -> Callable[[build.Instance], Compiled]:
-    """The device code of an instance, compiled and disassembled.
+def compile_once(
+    compiler: Compiler, pytestconfig: pytest.Config
+) -> Callable[[list[build.Instance]], list[Compiled]]:
+    """Those of a group of instances, compiled and disassembled, that have changed since they were recorded.
 
-    Skips the test where the record holds what the sources of the instance give: all that looks at compiled
-    kernels has looked at these. Some of these are compiled all the same, others each day.
+    Skips the test where none has. Some groups are compiled all the same, others each day.
     """
     if find_tool("nvdisasm") is None:
         pytest.skip("no nvdisasm")
     every = pytestconfig.getoption("every_kernel") or pytestconfig.getoption("write_sass_summary")
     today = datetime.date.today().toordinal()
 
-    def compiled(instance: build.Instance) -> Compiled:
-        in_turn = GATED.index(instance) % TURNS == today % TURNS
-        if not (every or in_turn) and summary.is_unchanged(instance):
-            pytest.skip("unchanged since it was recorded; --every-kernel compiles it")
-        return compiler.compiled(instance)
+    def compiled(instances: list[build.Instance]) -> list[Compiled]:
+        in_turn = GROUPS.index(instances) % TURNS == today % TURNS
+        wanted = [x for x in instances if every or in_turn or not summary.is_unchanged(x)]
+        if not wanted:
+            pytest.skip("unchanged since they were recorded; --every-kernel compiles them")
+        return [*map(compiler.compiled, wanted)]
 
     return compiled
 

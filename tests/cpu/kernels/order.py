@@ -15,18 +15,18 @@ def compile_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """The order for so many worker processes, each of which gets an equal part of the list at first.
 
     A part begins with compilations, the longest first, so that none of them is left alone at the end; tests
-    that look at what was compiled stand at the end of the list.
+    that compile launchers stand at the end of the list.
     """
     lengths = instructions_on_record()
-    compiling, looking, others = list[pytest.Item](), list[pytest.Item](), list[pytest.Item]()
+    compiling, launching, others = list[pytest.Item](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        if _instance(item) is not None:
+        if item.name.startswith(RECORDING):
             compiling.append(item)
         else:
-            (looking if "compiler" in getattr(item, "fixturenames", ()) else others).append(item)
+            (launching if "compiler" in getattr(item, "fixturenames", ()) else others).append(item)
     # a new one may be the longest
-    compiling.sort(key=lambda item: lengths.get(str(_instance(item)), math.inf), reverse=True)
-    others += looking
+    compiling.sort(key=lambda item: sum(lengths.get(x, math.inf) for x in _names(item)), reverse=True)
+    others += launching
     found: list[pytest.Item] = []
     for worker in range(workers):
         share = compiling[worker::workers]
@@ -37,9 +37,6 @@ def compile_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     return found + others
 
 
-def _instance(item: pytest.Item) -> str | None:
-    """Which one a test compiles for others."""
-    if item.name.startswith(RECORDING):
-        name: str = item.callspec.params["instance"].name  # type: ignore[attr-defined]
-        return name
-    return None
+def _names(item: pytest.Item) -> list[str]:
+    """Of the instances that a test compiles."""
+    return [x.name for x in item.callspec.params["instances"]]  # type: ignore[attr-defined]

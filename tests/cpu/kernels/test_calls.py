@@ -20,6 +20,7 @@ from .calls import (
     CUT,
     MODULES,
     OPS,
+    H,
     Op,
     Tensors,
     assert_equal,
@@ -74,9 +75,9 @@ def test_gradients_that_nobody_asks_for(op: Op, dims: Any, without: str, kernels
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 129])
-def test_lengths(op: Op, size: int, kernels: Kernels) -> None:
-    check(op, draw(op, tokens=size))
+def test_lengths(op: Op, kernels: Kernels) -> None:
+    for size in (1, 63, 64, 65, 129):
+        check(op, draw(op, tokens=size))
 
 
 # Where tensors lie
@@ -119,11 +120,11 @@ def test_layouts(op: Op, layout: Callable[[Tensor], Tensor], which: str, dims: A
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_offsets(op: Op, dtype: torch.dtype, kernels: Kernels) -> None:
-    """Of any stride."""
+def test_offsets(op: Op, kernels: Kernels) -> None:
+    """Of both dtypes and any stride."""
     x = draw(op, packed=True)
-    check(op, x | {"cu_seqlens": x["cu_seqlens"].to(dtype).repeat_interleave(2)[::2]})
+    for dtype in (torch.int32, torch.int64):
+        check(op, x | {"cu_seqlens": x["cu_seqlens"].to(dtype).repeat_interleave(2)[::2]})
 
 
 # Calls like an earlier one
@@ -183,8 +184,16 @@ def changes(op: Op, x: Tensors) -> list[tuple[Tensors, dict[str, Any]]]:
     found += [x | {name: x[name].bfloat16()} for name in op.gates]
     found += [x | {name: transposed(x[name])} for name in op.gates]
     found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=64), draw(op, (48, 48), packed=True)]
+    if op is OPS["decay"]:
+        ungated, slopes = {name: t for name, t in x.items() if name != "g"}, torch.linspace(-0.5, 0, H)
+        found += [ungated, ungated | {"g_gamma": slopes}, ungated | {"g_gamma": slopes.double()}]
+        found += [x | {"g": x["g"].double()}, x | {"initial_state": x["initial_state"].bfloat16()}]
+        found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=70, group=2)]
     other = {"eps": 1e-3} if op.is_mlstm else {"scale": 0.5}
-    return [*((each, {}) for each in found), (x, other)]
+    calls: list[tuple[Tensors, dict[str, Any]]] = [*((each, {}) for each in found), (x, other)]
+    if op is OPS["decay"]:
+        calls.append((x | {"initial_state": x["initial_state"].mT.contiguous()}, {"state_v_first": True}))
+    return calls
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

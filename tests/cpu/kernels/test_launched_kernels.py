@@ -35,9 +35,6 @@ from .compiled import Compiler
 from .recorded import RecordedLauncher
 from .stand_in import pretend_a_gpu
 
-# every instance is to be asked for
-pytestmark = pytest.mark.product
-
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -46,12 +43,12 @@ def recorded(compiler: Compiler) -> Callable[[Launcher], RecordedLauncher]:
     return compiler.recorded
 
 
-Compared = Callable[[], AbstractContextManager[None]]
+Compared = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture
 def compared(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pytest.MonkeyPatch) -> Compared:
-    """Around calls: what they have loaded is compared with what they have launched."""
+    """Around calls, which errors name: what they have loaded is compared with what they have launched."""
     loaded: dict[Launcher, set[Instance]] = {}
 
     def load(launcher: Launcher, *instances: Instance) -> SimpleNamespace:
@@ -63,7 +60,7 @@ def compared(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pyte
     pretend_a_gpu(monkeypatch, *MODULES, stream=0)
 
     @contextmanager
-    def compared() -> Iterator[None]:
+    def compared(*calls: Any) -> Iterator[None]:
         loaded.clear()
         forget_calls()
         yield
@@ -74,9 +71,9 @@ def compared(recorded: Callable[[Launcher], RecordedLauncher], monkeypatch: pyte
             for instance in instances:
                 assert instance in build.all_instances()
                 kernels = recorded(instance.launcher).kernels[instance.name]
-                assert kernels & launched, f"{instance.name} is loaded in vain"
+                assert kernels & launched, f"{calls}: {instance.name} is loaded in vain"
                 known |= kernels
-            assert launched and not launched - known, "launched, but not loaded"
+            assert launched and not launched - known, f"{calls}: launched, but not loaded"
 
     return compared
 
@@ -108,15 +105,14 @@ DIMS = [
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in OPS for sizes in SIZES[name]], ids=str)
-def test_calls(name: str, dims: tuple[int, int], sizes: tuple[int, int, int], compared: Compared) -> None:
-    """Both directions, with gradients of gates and without, and a forward alone."""
+def test_calls(name: str, sizes: tuple[int, int, int], compared: Compared) -> None:
+    """Both directions, with gradients of gates and without, and a forward alone. All instances have to be
+    asked for."""
     op = OPS[name]
-    dims = op.fitting(dims)
-    for dtype, packed in itertools.product(HALVES, (False, True)):
+    for dims, dtype, packed in itertools.product(map(op.fitting, DIMS), HALVES, (False, True)):
         x = zeros(op, dims, *sizes, dtype, packed)
-        with compared():
+        with compared(dims, dtype, packed):
             for options in ({}, RAW) if op.is_delta_rule else ({},):
                 for without in ((), op.gates):
                     results(op, x, without=without, **options)

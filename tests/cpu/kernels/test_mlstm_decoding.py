@@ -4,6 +4,7 @@ functions."""
 from __future__ import annotations
 
 import itertools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,10 +119,10 @@ def test_in_place(tokens: Any, gate: str, state: torch.dtype, layout: str, decod
         assert decoding.launches[-1].before[:2] == (x["c"].data_ptr(), x["n"].data_ptr())
 
 
-@pytest.mark.parametrize("count", range(1, MAX_TOKENS + 1))
-def test_any_number_of_tokens(count: int, decoding: Decoding) -> None:
-    check(draw((count,), torch.float32, dims=(40, 36)))
-    check(draw((count,), state=torch.bfloat16, dims=(33, 31)), "sig")
+def test_any_number_of_tokens(decoding: Decoding) -> None:
+    for count in range(1, MAX_TOKENS + 1):
+        check(draw((count,), torch.float32, dims=(40, 36)))
+        check(draw((count,), state=torch.bfloat16, dims=(33, 31)), "sig")
 
 
 def test_one_token_of_a_sequence_is_a_step(decoding: Decoding) -> None:
@@ -164,13 +165,9 @@ EXTREME = {
 
 
 @pytest.mark.parametrize("gates", EXTREME)
-@pytest.mark.parametrize("tokens", [(), (8,), (16,)], ids=str)
-def test_extreme_gates(tokens: Any, gates: str, decoding: Decoding) -> None:
-    for m, state, gate in (
-        (0.0, torch.float32, "exp"),
-        (80.0, torch.bfloat16, "exp"),
-        (0.0, torch.float32, "sig"),
-    ):
+def test_extreme_gates(gates: str, decoding: Decoding) -> None:
+    for_states = (0.0, torch.float32, "exp"), (80.0, torch.bfloat16, "exp"), (0.0, torch.float32, "sig")
+    for tokens, (m, state, gate) in itertools.product(((), (8,), (16,)), for_states):
         x = draw(tokens, torch.float32, state, heads=1, dims=(32, 64))
         for name, value in zip("if", EXTREME[gates], strict=True):
             x[name].fill_(value)
@@ -233,6 +230,33 @@ def test_tokens_are_read_where_they_lie(tokens: Any, decoding: Decoding) -> None
         assert (address, batch, head) == (y.data_ptr(), *y.stride()[:2])
         assert name in "if" or [*y.stride()[2:]] == rest[-len(y.stride()[2:]) :]
     check(x | {"q": x["q"].repeat_interleave(2, -1)[..., ::2], "i": x["i"].double()})
+
+
+@pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)
+def test_gates_that_are_converted_live_until_the_launch(
+    tokens: Any, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels get addresses alone."""
+    to_float, run = torch.Tensor.float, decoding.run
+    converted: list[tuple[weakref.ref[torch.Tensor], int]] = []
+    alive: list[bool] = []
+
+    def float_(x: torch.Tensor) -> torch.Tensor:
+        found = to_float(x)
+        converted.append((weakref.ref(found), found.data_ptr()))
+        return found
+
+    def launch(*arguments: Any) -> None:
+        given = {x[0] for x in arguments if isinstance(x, tuple)}
+        alive.extend(x() is not None and address in given for x, address in converted)
+        run(*arguments)
+
+    x = draw(tokens)
+    x |= {name: x[name].double() for name in "if"}
+    monkeypatch.setattr(torch.Tensor, "float", float_)
+    decoding.run = launch
+    results(x)
+    assert alive == [True, True]
 
 
 @pytest.mark.parametrize("tokens", TOKENS[:2], ids=str)

@@ -11,33 +11,36 @@ from tfla_tk import build
 from tfla_tk.build.instances import mlstm_fwd
 
 from . import summary
-from .compiled import GATED, Compiled, Compiler
+from .compiled import GATED, GROUPS, Compiled, Compiler
 
 HOW = "if this is meant: `make sass-summary`, and commit tests/cpu/kernels/sass_summary.txt"
 
 
-@pytest.mark.parametrize("instance", GATED, ids=lambda instance: instance.name)
+@pytest.mark.parametrize("instances", GROUPS, ids=lambda instances: "+".join(x.name for x in instances))
 def test_what_is_compiled_is_on_record(
-    instance: build.Instance,
-    compile_once: Callable[[build.Instance], Compiled],
+    instances: list[build.Instance],
+    compile_once: Callable[[list[build.Instance]], list[Compiled]],
     compiler: Compiler,
     pytestconfig: pytest.Config,
 ) -> None:
     """No spill and no stack frame, whichever compiler it is; the rest by the recorded version."""
-    compiled = compile_once(instance)
-    build.check_ptxas_log(compiled.ptxas_log, instance.name)
-    rows = summary.rows_of(compiled)
+    found = [(x.instance, summary.rows_of(x), x.ptxas_log) for x in compile_once(instances)]
+    for instance, rows, ptxas_log in found:
+        build.check_ptxas_log(ptxas_log, instance.name)
+        if pytestconfig.getoption("write_sass_summary"):
+            summary.write(instance, rows, compiler.folder / "summary.lock")
     if pytestconfig.getoption("write_sass_summary"):
-        summary.write(instance, rows, compiler.folder / "summary.lock")
         return
     recorded, sections = summary.read()
     if recorded != summary.compiler():
         pytest.skip(f"the record is for {recorded}, this is {summary.compiler()}")
-    known = sections.get(instance.name, summary.Section("", []))
-    if rows != known.rows:
-        changed = difflib.unified_diff(known.rows, rows, "recorded", "compiled", n=0, lineterm="")
-        pytest.fail("\n".join([f"{instance.name}: {HOW}", f" {summary.columns()}", *changed]), pytrace=False)
-    assert known.key == summary.key_of(instance), f"the record is of other sources: {HOW}"
+    for instance, rows, _ in found:
+        known = sections.get(instance.name, summary.Section("", []))
+        if rows != known.rows:
+            changed = difflib.unified_diff(known.rows, rows, "recorded", "compiled", n=0, lineterm="")
+            lines = [f"{instance.name}: {HOW}", f" {summary.columns()}", *changed]
+            pytest.fail("\n".join(lines), pytrace=False)
+        assert known.key == summary.key_of(instance), f"the record is of other sources: {HOW}"
 
 
 def test_the_record_has_every_instance() -> None:

@@ -155,7 +155,7 @@ def test_gates_of_heads_and_none(
     own = torch.linspace(-0.1, -0.02, group * H) if gate == "head" else torch.zeros(group * H)
     given = {} if gate == "none" else {"g_gamma": own}
     without_g = {name: t for name, t in x.items() if name != "g"} | given
-    found = results(op, without_g, without=given)
+    found = results(op, without_g)
     expected = results(op, x | {"g": own.expand_as(x["g"]).contiguous()})
     for name, y in found.items():
         assert torch.equal(y, expected[name]), name

@@ -55,12 +55,11 @@ def assert_numbered(found: Cut, offsets: list[int]) -> None:
 
 
 @OF_BOTH
-@pytest.mark.parametrize("multiprocessors", [78, 132, 264])
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1000, 4096, 100_000])
-def test_segments_cover_their_sequences(tokens: int, multiprocessors: int, costs: Costs) -> None:
+def test_segments_cover_their_sequences(tokens: int, costs: Costs) -> None:
     """Packed ones of any lengths. Segments of one walk backward begin where the forward leaves a state."""
-    generator = random.Random(tokens)
-    for sequences, ctas in itertools.product((1, 3, 16, 100), (1, 2, 7, 64)):
+    generator, sizes = random.Random(tokens), ((1, 3, 16, 100), (1, 2, 7, 64), (78, 132, 264))
+    for sequences, ctas, multiprocessors in itertools.product(*sizes):
         assert_covered(cut(sequences, tokens, ctas, multiprocessors, costs), sequences, tokens)
         ends = [generator.choice((0, tokens, generator.randint(0, tokens))) for _ in range(sequences - 1)]
         packed = cut_packed(sequences, tokens, ctas, multiprocessors, costs)

@@ -142,7 +142,6 @@ def test_an_amd_gpu_of_the_same_capability(monkeypatch: pytest.MonkeyPatch) -> N
     assert verdict.reason == "pretended GPU is an AMD GPU, the kernels are CUDA"
 
 
-@OF_EVERY_KERNEL
 @pytest.mark.parametrize(
     ("driver", "toolkit", "serves"),
     [
@@ -159,17 +158,16 @@ def test_a_driver_of_an_older_major_version_is_refused(
     driver: tuple[int, int] | None,
     toolkit: tuple[int, int],
     serves: bool,
-    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "_driver_version", lambda: driver)
     monkeypatch.setattr(build, "find_toolchain", lambda: replace(TOOLCHAIN, version=toolkit))
-    verdict = verdict_of(name)
-    assert verdict.ok == serves
-    if driver is not None and not serves:
-        told = f"CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}"
-        assert told in verdict.reason
-        assert "update the driver" in verdict.remedy and "TFLA_TK_NVCC" in verdict.remedy
+    for verdict in map(verdict_of, SUPPORTS):
+        assert verdict.ok == serves
+        if driver is not None and not serves:
+            told = f"CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}"
+            assert told in verdict.reason
+            assert "update the driver" in verdict.remedy and "TFLA_TK_NVCC" in verdict.remedy
 
 
 @pytest.mark.parametrize(

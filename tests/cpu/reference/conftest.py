@@ -173,7 +173,7 @@ def assert_close(
     if isinstance(expected, dict):
         assert isinstance(actual, dict) and actual.keys() == expected.keys()
         for key, value in expected.items():
-            assert_close(actual[key], value, tol, floor, key)
+            assert_close(actual[key], value, tol, floor, f"{name} {key}".strip())
         return
     if isinstance(expected, (list, tuple)):
         assert isinstance(actual, (list, tuple))

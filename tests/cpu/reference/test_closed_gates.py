@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairs import pairwise
 from tfla_tk import reference
 
-from .conftest import assert_close, draw_mlstm, split_form
+from .conftest import OPERATORS, assert_close, draw_mlstm, split_form
 
 Tensors = list[Tensor]
 
 FORMS = ["recurrent", "parallel", "chunkwise_1", "chunkwise_3", "chunkwise_8", "chunkwise_64"]
+FORMS_OF_LINEAR = ["recurrent", "parallel", "chunkwise_3", "chunkwise_8"]
 LENGTH = 24
 # tokens whose gates are both closed; chunks of 8 begin at 8 and 16
 CLOSED = {
@@ -80,35 +83,35 @@ def evaluate(form: str, tokens: Tensors, state: list[Tensor | None]) -> dict[str
     return {name: x.detach() for name, x in found.items()}
 
 
-@pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("closed", CLOSED)
-def test_all_forms_compute_what_gates_of_minus_1e5_do(closed: str, kind: str) -> None:
-    """e^{-1e5} is 0 in fp64 too. Outputs, states and gradients, of closed gates too."""
+def test_all_forms_compute_what_gates_of_minus_1e5_do(closed: str) -> None:
+    """e^{-1e5} is 0 in fp64 too. Outputs, states and gradients, of closed gates too; the same in fp32."""
     (*qkv, i, f), state = draw_mlstm(LENGTH)
     low, closed_at = (close(i, f, CLOSED[closed], least) for least in (-1e5, -math.inf))
-    expected = evaluate("recurrent", [*qkv, *low], initial(kind, state, -1e5))
-    for form in FORMS:
-        found = evaluate(form, [*qkv, *closed_at], initial(kind, state, -math.inf))
-        # gradients that vanish are sums of terms of order 1
-        assert_close(found, expected, tol=1e-9, floor=1e-3)
-        assert not found["h"][:, :, CLOSED[closed]].any()
+    for kind in STATES:
+        expected = evaluate("recurrent", [*qkv, *low], initial(kind, state, -1e5))
+        tokens, given = [*qkv, *closed_at], initial(kind, state, -math.inf)
+        in_fp32 = [[None if x is None else x.float() for x in group] for group in (tokens, given)]
+        for form in FORMS:
+            found = evaluate(form, tokens, given)
+            # gradients that vanish are sums of terms of order 1
+            assert_close(found, expected, tol=1e-9, floor=1e-3, name=f"{form}, {kind}")
+            assert not found["h"][:, :, CLOSED[closed]].any()
+        for form in ("recurrent", "parallel", "chunkwise_8"):
+            found = evaluate(form, *in_fp32)
+            assert_close(found, expected, tol=1e-3, floor=1e-3, name=f"{form}, {kind}, fp32")
 
 
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("closed", CLOSED)
-@pytest.mark.parametrize("form", ["recurrent", "parallel", "chunkwise_8"])
-def test_forms_in_fp32(form: str, closed: str, kind: str) -> None:
-    (*qkv, i, f), state = draw_mlstm(LENGTH)
-    tokens = [x.float().double() for x in (*qkv, *close(i, f, CLOSED[closed], -math.inf))]
-    given = [None if x is None else x.float().double() for x in initial(kind, state, -math.inf)]
-    found = evaluate(form, [x.float() for x in tokens], [None if x is None else x.float() for x in given])
-    assert_close(found, evaluate(form, tokens, given), tol=1e-3, floor=1e-3)
+CASES = pairwise((1, 3, 8, 64), tuple(CLOSED), STATES)
 
 
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("chunk_size", [1, 3, 8, 64])
-def test_explicit_formulas_equal_autograd(chunk_size: int, closed: str, kind: str) -> None:
+def test_explicit_formulas_equal_autograd(chunk_size: int) -> None:
+    for _, closed, kind in (case for case in CASES if case[0] == chunk_size):
+        check_explicit_formulas(chunk_size, closed, kind)
+
+
+def check_explicit_formulas(chunk_size: int, closed: str, kind: str) -> None:
     (*qkv, i, f), state = draw_mlstm(LENGTH)
     tokens = [*qkv, *close(i, f, CLOSED[closed], -math.inf)]
     given = initial(kind, state, -math.inf)
@@ -203,18 +206,16 @@ def closed_at(tokens: Tensors, positions: list[int], operator: Any, least: float
     return tokens
 
 
-@pytest.mark.parametrize("with_state", [False, True], ids=["zero_state", "state"])
-@pytest.mark.parametrize("closed", CLOSED)
-def test_a_decay_of_zero(decaying_operator: Any, closed: str, with_state: bool) -> None:
+def test_a_decay_of_zero(decaying_operator: Any) -> None:
     """Sigmoid gate, simple GLA, GLA, the gated delta rule and KDA: all forms, forward and backward."""
     operator = decaying_operator
-    tokens, state = operator.draw(LENGTH)
-    state = state if with_state else []
-    expected = operator.evaluate("recurrent", closed_at(tokens, CLOSED[closed], operator, -1e5), state)
-    for least in (-1e4, -math.inf):
-        given = closed_at(tokens, CLOSED[closed], operator, least)
-        for form in ("recurrent", "parallel", "chunkwise_3", "chunkwise_8"):
-            assert_close(operator.evaluate(form, given, state), expected, tol=1e-9, floor=1e-3)
+    tokens, drawn = operator.draw(LENGTH)
+    for number, (closed, places) in enumerate(CLOSED.items(), OPERATORS.index(operator)):
+        state = drawn if number % 2 else []
+        expected = operator.evaluate("recurrent", closed_at(tokens, places, operator, -1e5), state)
+        for least, form in itertools.product((-1e4, -math.inf), FORMS_OF_LINEAR):
+            found = operator.evaluate(form, closed_at(tokens, places, operator, least), state)
+            assert_close(found, expected, tol=1e-9, floor=1e-3, name=f"{closed}, {form}")
 
 
 def test_a_decay_of_zero_for_a_whole_head() -> None:

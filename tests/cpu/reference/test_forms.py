@@ -72,7 +72,10 @@ def test_packed_sequences_without_initial_state(operator: Any) -> None:
     assert_close(last[0][1:], own_last[0], tol=0.0)
 
 
-def test_bad_cu_seqlens(operator: Any) -> None:
+def test_bad_arguments(operator: Any) -> None:
+    tokens, state = operator.draw(10)
+    with pytest.raises(ValueError, match="chunk_size: expected a positive integer, got 0"):
+        operator.run("chunkwise_0", tokens, state)
     for batch, offsets in ((2, [0, 10]), (1, [0, 9]), (1, [1, 10]), (1, [0, 7, 5, 10]), (1, [0])):
         tokens, _ = operator.draw(10, batch=batch)
         with pytest.raises(ValueError, match="cu_seqlens: expected"):
@@ -95,16 +98,16 @@ def test_two_calls_equal_one(operator: Any, form: str) -> None:
     assert_close(pair.evaluate(form, tokens, state), whole)
 
 
-@pytest.mark.parametrize("form", ["recurrent", *FORMS])
-def test_low_precision_inputs_accumulate_in_fp32(operator: Any, form: str) -> None:
+def test_low_precision_inputs_accumulate_in_fp32(operator: Any) -> None:
     tokens, state = operator.draw(70)
     low = [x.bfloat16() for x in tokens]
     state = [x.float() for x in state]
-    out, last = operator.run(form, low, state)
-    expected, expected_last = operator.run(form, [x.float() for x in low], state)
-    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in last)
-    assert torch.equal(out, expected.bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(last, expected_last, strict=True))
+    for form in ("recurrent", *FORMS):
+        out, last = operator.run(form, low, state)
+        expected, expected_last = operator.run(form, [x.float() for x in low], state)
+        assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in last), form
+        assert torch.equal(out, expected.bfloat16()), form
+        assert all(torch.equal(a, b) for a, b in zip(last, expected_last, strict=True)), form
 
 
 def test_autocast_changes_nothing(operator: Any) -> None:
@@ -115,18 +118,12 @@ def test_autocast_changes_nothing(operator: Any) -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("form", ["recurrent", *FORMS])
-def test_no_token_returns_the_initial_state(operator: Any, form: str) -> None:
+def test_no_token_returns_the_initial_state(operator: Any) -> None:
     tokens, state = operator.draw(0)
-    out, last = operator.run(form, tokens, state)
-    assert out.shape == tokens[2].shape
-    assert all(torch.equal(a, b) for a, b in zip(last, state, strict=True))
-
-
-def test_bad_chunk_size(operator: Any) -> None:
-    tokens, state = operator.draw(10)
-    with pytest.raises(ValueError, match="chunk_size: expected a positive integer, got 0"):
-        operator.run("chunkwise_0", tokens, state)
+    for form in ("recurrent", *FORMS):
+        out, last = operator.run(form, tokens, state)
+        assert out.shape == tokens[2].shape, form
+        assert all(torch.equal(a, b) for a, b in zip(last, state, strict=True)), form
 
 
 def test_offsets_of_an_empty_batch_are_not_read_from_a_device() -> None:
