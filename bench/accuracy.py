@@ -71,7 +71,7 @@ class Picks:
         sequences: [n] indices of the packed sequences; None where none are packed.
         tokens: [n, L] the tokens of each, padded to the longest; n is 1 and L is T where none are packed.
         filled: [n, L] where that is no padding.
-        all_pairs, all_sequences: nothing was left out.
+        left_out: what is not, in words; empty where nothing was left out.
     """
 
     batch: Tensor
@@ -80,8 +80,7 @@ class Picks:
     sequences: Tensor | None
     tokens: Tensor
     filled: Tensor
-    all_pairs: bool
-    all_sequences: bool
+    left_out: str
 
     def split(self, size: int) -> "list[Picks]":
         """The same in parts of so many pairs."""
@@ -92,12 +91,6 @@ class Picks:
     def padded(self) -> tuple[int, int]:
         """Sequences of a pair, and the length that they are padded to."""
         return self.tokens.shape[0], self.tokens.shape[1]
-
-    @property
-    def left_out(self) -> str:
-        """What was not compared, in words."""
-        parts = ["heads"] * (not self.all_pairs) + ["sequences"] * (not self.all_sequences)
-        return f"error on a part of the {' and of the '.join(parts)}" if parts else ""
 
     def take(self, operator: Operator, name: str, tensor: Tensor) -> Tensor:
         """The picked part of an argument, of a result, or of the gradient "d<name>" of one: tokens [n,
@@ -149,22 +142,22 @@ class Picks:
 def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tensor]) -> Picks:
     """What of a call with these inputs is compared with the truth."""
     device = inputs["v"].device
-    pairs = pick_pairs(operator, shape, which, device)
-    indices = torch.tensor(pairs, device=device)
-    batch, head = indices // shape.H, indices % shape.H
-    every = len(pairs) == shape.B * shape.H
-    if OFFSETS not in inputs:
-        tokens = torch.arange(shape.T, device=device)[None]
-        return Picks(batch, head, shape.H, None, tokens, torch.ones_like(tokens).bool(), every, True)
-    starts, ends = inputs[OFFSETS][:-1].long(), inputs[OFFSETS][1:].long()
-    total = starts.numel()
-    count = min(total, SEQUENCES)
-    chosen = torch.arange(count, device=device) * (total - 1) // max(count - 1, 1)
-    lengths = (ends - starts)[chosen]
-    steps = torch.arange(int(lengths.max()), device=device)
-    filled = steps < lengths[:, None]
-    tokens = torch.where(filled, starts[chosen, None] + steps, starts[chosen, None])
-    return Picks(batch, head, shape.H, chosen, tokens, filled, every, count == total)
+    pairs = torch.tensor(pick_pairs(operator, shape, which, device), device=device)
+    chosen, tokens = None, torch.arange(shape.T, device=device)[None]
+    filled = torch.ones_like(tokens).bool()
+    missing = ["heads"] * (len(pairs) < shape.B * shape.H)
+    if OFFSETS in inputs:
+        starts, ends = inputs[OFFSETS][:-1].long(), inputs[OFFSETS][1:].long()
+        total = starts.numel()
+        count = min(total, SEQUENCES)
+        chosen = torch.arange(count, device=device) * (total - 1) // max(count - 1, 1)
+        lengths = (ends - starts)[chosen]
+        steps = torch.arange(int(lengths.max()), device=device)
+        filled = steps < lengths[:, None]
+        tokens = starts[chosen, None] + torch.where(filled, steps, 0)
+        missing += ["sequences"] * (count < total)
+    left_out = f"error on a part of the {' and of the '.join(missing)}" if missing else ""
+    return Picks(pairs // shape.H, pairs % shape.H, shape.H, chosen, tokens, filled, left_out)
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class Truth:
         cotangents: per kind, the output gradient in the output's layout and the inputs' dtype; empty without
             gradients.
         picks: what they stand for.
-        operator: whose results they are.
+        operator, shape: whose results they are.
         form: of the reference, "recurrent" or "chunkwise".
     """
 
@@ -185,12 +178,8 @@ class Truth:
     cotangents: dict[str, Tensor]
     picks: Picks
     operator: Operator
+    shape: Shape
     form: str
-
-    @property
-    def partial(self) -> bool:
-        """Not everything was picked."""
-        return bool(self.picks.left_out)
 
     def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
@@ -286,7 +275,7 @@ def compute_truth(
                 # the pairs come batch entry by batch entry
                 named[name] = named[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
     backwards = {kind: changed[output] for kind, changed in given.items()} if cotangents else {}
-    return Truth(values_of, backwards, picks, operator, form)
+    return Truth(values_of, backwards, picks, operator, shape, form)
 
 
 def _adjust(

@@ -11,22 +11,21 @@ timed.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
 
 from . import environment, plots, report, results
 from .ceilings import measure_ceilings
-from .inputs import FORGET_BIAS, LAYOUTS
+from .inputs import LAYOUTS
 from .operators import FUNCTIONS, OPERATORS, Operator
-from .runner import FAILED, UNSUPPORTED, Outcome, Settings, run_contest, unserved
+from .runner import FAILED, UNSUPPORTED, Contest, Outcome, Settings, run_contest, unserved
+from .session import Session, make_console
 from .shapes import PASSES, SETS, Shape, parse_shapes
-from .timing import CudaStopwatch, HostStopwatch, Plan
+from .timing import CudaStopwatch, Plan, Stopwatch
 from .tuning import configs_compiled_by
-from .usage import UsageError, add_options, argument, check_outputs, finite, listed, names, positive
-from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
+from .usage import UsageError, add_options, argument, listed, names, positive
+from .variants import COMPARED, FAMILIES, check_named, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
@@ -34,26 +33,11 @@ CPU_PLAN = Plan(repeats=7, budget_ms=1000)
 CPU_QUICK = Plan(repeats=3, budget_ms=200)
 
 
-class Contest(NamedTuple):
-    """One table: the variants of an operator on one shape and pass."""
-
-    operator: Operator
-    which: str
-    shape: Shape
-    variants: Sequence[Variant]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk compare`."""
     add_problem_arguments(parser, shapes="main on a GPU, small without one", families=COMPARED)
-    parser.add_argument(
-        "--pass",
-        dest="passes",
-        type=names(PASSES),
-        default=["fwd"],
-        metavar="PASS,..",
-        help="of fwd, fwdbwd (default: fwd)",
-    )
+    told: dict[str, Any] = {"metavar": "PASS,..", "help": "of fwd, fwdbwd (default: fwd)"}
+    parser.add_argument("--pass", dest="passes", type=names(PASSES), default=["fwd"], **told)
     add_run_arguments(parser)
 
 
@@ -62,56 +46,27 @@ def add_problem_arguments(
 ) -> None:
     """What is computed and by which backends. shapes: the default ones, in words. families: what
     --backends names."""
-    ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
-    add(
-        "--op",
-        type=names(OPERATORS, FUNCTIONS),
-        default=list(OPERATORS),
-        metavar="OP,..",
-        help=f"of {ops}, or public functions such as chunk_gla (default: all)",
+    told = f"of {', '.join(OPERATORS)}, or public functions such as chunk_gla (default: all)"
+    add("--op", type=names(OPERATORS, FUNCTIONS), default=list(OPERATORS), metavar="OP,..", help=told)
+    told = (
+        f"comma-separated: {', '.join(SETS)}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for packed "
+        f"sequences, xHV.. for heads of v (default: {shapes})"
     )
-    add(
-        "--shapes",
-        type=argument(parse_shapes),
-        metavar="SHAPES",
-        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for packed "
-        f"sequences, xHV.. for heads of v (default: {shapes})",
+    add("--shapes", type=argument(parse_shapes), metavar="SHAPES", help=told)
+    told = (
+        f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
+        "(default: all on a GPU, reference without one)"
     )
-    add(
-        "--backends",
-        type=argument(listed),
-        metavar="NAME,..",
-        help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
-        "(default: all on a GPU, reference without one)",
-    )
+    add("--backends", type=argument(listed), metavar="NAME,..", help=told)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `carry_out`: the inputs, how long to measure, and where the rows go."""
-    add = parser.add_argument
-    add_options(parser, "--dtype")
-    add(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="memory order of q, k, v of mLSTM: bnsd contiguous (default), bsnd as models pass them",
-    )
-    add(
-        "--forget-bias",
-        type=argument(finite),
-        default=FORGET_BIAS,
-        metavar="BIAS",
-        help=f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
-    )
-    add_options(parser, "--json", "--csv", "--plot", "--update-results", "--commit", "--seed")
-    add(
-        "--tuning-threads",
-        type=argument(positive),
-        default=1,
-        metavar="N",
-        help="that compile the configurations of a Triton autotuner before it times them (default: 1)",
-    )
+    inputs, files = ("--dtype", "--layout", "--forget-bias"), ("--json", "--csv", "--plot")
+    add_options(parser, *inputs, *files, "--update-results", "--commit", "--seed")
+    told = "that compile the configurations of a Triton autotuner before it times them (default: 1)"
+    parser.add_argument("--tuning-threads", type=argument(positive), default=1, metavar="N", help=told)
     add_options(parser, "--quick")
 
 
@@ -146,7 +101,7 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
         except UsageError as error:
             if shape == shapes[-1] and not found:
                 raise UsageError(f"--shapes: {error}") from error
-            report.print_lines(report.make_console(), [f"{shape} left out: {error}"])
+            make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
         else:
             found.append(shape)
     return found
@@ -155,40 +110,37 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
 def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     """Run contests, print their tables and keep their rows, those of a run that is cut off, too; returns
     the exit status."""
-    console = report.make_console()
-    record = Record(args)
     if args.plot:
         plots.check_path(args.plot)
-    environment.fetch_thunderkittens()
-    settings = _settings(args)
-    _print_head(console, settings)
+    session = Session(args)
+    settings = _settings(args, session)
+    _print_head(session, settings)
     outcomes: list[Outcome] = []
     with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
         task = bar.add_task("", total=len(contests))
-        for operator, which, shape, variants in contests:
-            title = f"{operator.name} {which} {shape}"
+        for contest in contests:
+            operator, which, shape, _ = contest
 
-            def tell(label: str, title: str = title) -> None:
+            def tell(label: str, title: str = f"{operator.name} {which} {shape}") -> None:
                 bar.update(task, description=f"{title}: {label}")
 
-            found = run_contest(operator, shape, which, variants, settings, tell)
+            found = run_contest(contest, settings, tell)
             bar.advance(task)
             outcomes += found
             heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
-            report.print_table(console, heading, report.contest_table(found))
-            report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
-            record.add([outcome.row for outcome in found if outcome.row is not None])
-    record.tell(console)
+            session.print_table(heading, report.contest_table(found))
+            session.print_lines([*(f"  {line}" for line in report.reasons(found)), ""])
+            session.add([outcome.row for outcome in found if outcome.row is not None])
+    session.tell()
     if args.csv:
-        report.write_csv(args.csv, record.rows)
-    if args.plot and record.rows:
-        plots.write_plot(args.plot, record.rows)
+        report.write_csv(args.csv, session.rows)
+    if args.plot and session.rows:
+        plots.write_plot(args.plot, session.rows)
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    device = environment.current_device()
-    on_gpu = device.type == "cuda"
+def _settings(args: argparse.Namespace, session: Session) -> Settings:
+    device, on_gpu = session.device, session.on_gpu
     plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
     return Settings(
         device=device,
@@ -197,61 +149,23 @@ def _settings(args: argparse.Namespace) -> Settings:
         forget_bias=args.forget_bias,
         seed=args.seed,
         plan=plan,
-        stopwatch=CudaStopwatch(device) if on_gpu else HostStopwatch(device),
-        provenance=environment.provenance(device, args.commit),
+        stopwatch=CudaStopwatch(device) if on_gpu else Stopwatch(device),
+        provenance=session.facts,
         ceilings=measure_ceilings(device) if on_gpu else None,
     )
 
 
-class Record:
-    """Where the rows of a run go, each time some are there: --json, --update-results."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.rows: list[results.Row] = []
-        self._json, self._path = args.json, record_path(args)
-        check_outputs(args)
-        self._earlier = [] if self._path is None else results.load(self._path)
-
-    def add(self, rows: Sequence[results.Row]) -> None:
-        """Keep more rows."""
-        self.rows += rows
-        if self._json:
-            results.write(self._json, self.rows)
-        if self._path is not None:
-            results.write(self._path, results.merge(self._earlier, self.rows))
-
-    def tell(self, console: Console) -> None:
-        """Print what is on record now."""
-        if self._path is not None:
-            console.print(f"{len(self.rows)} rows merged into {self._path.name}")
-
-
-def record_path(args: argparse.Namespace) -> Path | None:
-    """Where --update-results writes; UsageError for figures that are not fit for the record."""
-    if not args.update_results:
-        return None
-    if not torch.cuda.is_available():
-        raise UsageError("--update-results: expected a CUDA GPU, found none")
-    if args.quick:
-        raise UsageError(f"--update-results: --quick runs fewer than {results.RECORD_REPEATS} times")
-    if not (args.commit or environment.git_commit(environment.ROOT)):
-        raise UsageError("--update-results: this is no git checkout, name what is measured with --commit")
-    return results.record_path(torch.cuda.get_device_name())
-
-
-def _print_head(console: Console, settings: Settings) -> None:
-    facts = settings.provenance
+def _print_head(session: Session, settings: Settings) -> None:
     conditions = report.conditions_title(settings.layout, settings.forget_bias)
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
-    console.print(f"{environment.heading(facts)}; {inputs}; run {facts['run']}")
+    told = f"{environment.heading(session.facts)}; {inputs}; run {session.facts['run']}\n"
     if settings.ceilings is not None:
-        console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline.")
+        told += f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline."
     else:
-        told = "`tfla-tk doctor` tells what is missing for the kernels."
-        console.print(f"No CUDA GPU: the forms of the PyTorch reference. {told}")
-    console.print(
-        "Error: relative Frobenius against the fp64 reference on the same inputs; output, worst gradient.\n"
-    )
+        told += "No CUDA GPU: the forms of the PyTorch reference. "
+        told += "`tfla-tk doctor` tells what is missing for the kernels."
+    errors = "relative Frobenius against the fp64 reference on the same inputs; output, worst gradient."
+    session.console.print(f"{told}\nError: {errors}\n")
 
 
 def _counts_as_failure(outcome: Outcome) -> bool:

@@ -63,17 +63,9 @@ def git_commit(root: Path) -> str | None:
     """The checked-out commit, "-dirty" where files differ from it; None where `root` is no git checkout."""
     if not (root / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return None
-    return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

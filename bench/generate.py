@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from tfla_tk.integrations import fla as integration
 
-from . import compare, environment, fla, report, results
+from . import environment, fla, report, results
 from .results import GENERATED
 from .runner import FAILED, release, verdict_on
+from .session import Session
 from .shapes import ModelShape
-from .timing import HostStopwatch, Timing
+from .timing import Stopwatch, Timing
 from .usage import add_options, argument, positive
 
 PROMPT = 16
@@ -111,74 +112,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the models, print their tables and keep the rows; returns the exit status."""
-    record = compare.Record(args)
-    device = environment.current_device()
-    provenance = environment.provenance(device, args.commit)
-    environment.fetch_thunderkittens()
-    console = report.make_console()
-    console.print(f"{environment.heading(provenance)}; run {provenance['run']}; prompts of {PROMPT} tokens")
-    on_gpu = device.type == "cuda"
-    new, repeats = (16, 2) if args.quick else (args.new, args.repeats)
-    batches = (1,) if args.quick or not on_gpu else (1, 64)
+    session = Session(args)
+    if args.quick:
+        args.new, args.repeats = 16, 2
+    batches = (1,) if args.quick or not session.on_gpu else (1, 64)
+    told = f"run {session.facts['run']}; prompts of {PROMPT} tokens"
+    session.console.print(f"{environment.heading(session.facts)}; {told}")
     failed: list[str] = []
-    for name, sizes in (ON_A_GPU if on_gpu else ON_A_CPU).items():
+    for name, sizes in (ON_A_GPU if session.on_gpu else ON_A_CPU).items():
         try:
-            found = _measure(name, sizes, device, args.seed, batches, new, repeats)
+            rows, refused = _measure(name, sizes, args, session, batches)
         except Exception as error:  # of a package of others: the next model may run
             failed.append(f"{results.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
             continue
         finally:
             integration.restore()
-            release(device)
-        lines, rows = [], []
-        for (batch, variant), (times, refused) in found.items():
-            shape = sizes.shape(batch, new)
-            backend = variant if on_gpu else "reference"
-            failed += [f"{results.TITLES[name]}, B{batch}: {told}" for told in refused]
-            cells = {"B": str(batch), "ms a token": report.milliseconds(times.ms / new)}
-            cells |= {"tokens/s": f"{batch * new / times.ms * 1e3:,.0f}"}
-            best = found.get((batch, fla.VARIANT))
-            if best is not None:
-                cells["speed-up"] = f"{best[0].ms / times.ms:.2f}x"
-            lines.append((backend, cells))
-            note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
-            more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **provenance}
-            dtype = "bf16" if on_gpu else "fp32"
-            rows.append(results.new_row(name, shape, "decode", backend, dtype, times, **more))
-        title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], new)}"
-        report.print_table(console, title, report.filled_table("variant", lines))
-        record.add(rows)
-    report.print_lines(console, [f"  {line}" for line in failed])
-    record.tell(console)
+            release(session.device)
+        failed += refused
+        fla_ms = {row["shape"]["B"]: row["ms"] for row in rows if row["backend"] == fla.VARIANT}
+        lines = []
+        for row in rows:
+            batch, ms = row["shape"]["B"], row["ms"]
+            cells = {"B": str(batch), "ms a token": report.milliseconds(ms / args.new)}
+            cells["tokens/s"] = f"{batch * args.new / ms * 1e3:,.0f}"
+            if batch in fla_ms:
+                cells["speed-up"] = f"{fla_ms[batch] / ms:.2f}x"
+            lines.append((row["backend"], cells))
+        title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], args.new)}"
+        session.print_table(title, report.filled_table("variant", lines))
+        session.add(rows)
+    session.print_lines(f"  {line}" for line in failed)
+    session.tell()
     return 1 if failed else 0
 
 
 def _measure(
-    name: str, sizes: Sizes, device: torch.device, seed: int, batches: tuple[int, ...], new: int, repeats: int
-) -> dict[tuple[int, str], tuple[Timing, list[str]]]:
-    """By batch and variant the times of a text, and what of it the kernels have not served."""
-    on_gpu = device.type == "cuda"
-    torch.manual_seed(seed)
+    name: str, sizes: Sizes, args: argparse.Namespace, session: Session, batches: tuple[int, ...]
+) -> tuple[list[results.Row], list[str]]:
+    """Rows by batch and variant, and what of their last texts the kernels have not served."""
+    on_gpu, device = session.on_gpu, session.device
+    torch.manual_seed(args.seed)
     model: Any = MAKE[name](sizes).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
-    stopwatch = HostStopwatch(device)
-    found = {}
+    stopwatch = Stopwatch(device)
+    note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
+    more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **session.facts}
+    rows, refused = [], []
     for batch in batches:
         prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=device)
         times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if on_gpu else 1]}
-        refused: dict[str, list[str]] = {variant: [] for variant in times}
-        for turn in range(repeats + 1):
+        for turn in range(args.repeats + 1):
             for variant, own in times.items():
-                ms, others = _one_text(model, variant, prompt, new, stopwatch, on_gpu=on_gpu)
-                refused[variant] = others
+                ms, others = _one_text(model, variant, prompt, args.new, stopwatch, on_gpu=on_gpu)
                 if turn > 0:  # the first one compiles
                     own.append(ms)
+                if turn == args.repeats:
+                    refused += [f"{results.TITLES[name]}, B{batch}: {told}" for told in others]
         for variant, own in times.items():
-            found[batch, variant] = Timing.of(own), refused[variant]
-    return found
+            backend, dtype = (variant, "bf16") if on_gpu else ("reference", "fp32")
+            shape = sizes.shape(batch, args.new)
+            rows.append(results.new_row(name, shape, "decode", backend, dtype, Timing.of(own), **more))
+    return rows, refused
 
 
 def _one_text(
-    model: Any, variant: str, prompt: Tensor, new: int, stopwatch: HostStopwatch, *, on_gpu: bool
+    model: Any, variant: str, prompt: Tensor, new: int, stopwatch: Stopwatch, *, on_gpu: bool
 ) -> tuple[float, list[str]]:
     """ms of `generate()`, and which of its calls the kernels have not served."""
     integration.restore()

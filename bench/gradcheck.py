@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -28,9 +27,10 @@ from .accuracy import AS_GIVEN
 from .gradcheck_cases import CASES, DEFAULT_CASES, GATES, PROBLEMS, Case, cases_of, make_case
 from .operators import OPERATORS, Operator
 from .results import TITLES, rounded
-from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, guard, lifted_guard, release, unserved
+from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, lifted_guard, release, unserved
+from .session import Session
 from .shapes import Shape, parse_shapes
-from .usage import UsageError, add_options, check_outputs, names
+from .usage import UsageError, add_options, names
 from .variants import Variant, check_named, find_variants
 
 CPU_SHAPES = parse_shapes("2x64x2x16x32,1x100x2x32x64")
@@ -51,6 +51,7 @@ class Checked(NamedTuple):
     """What one variant did in one case. form: of the reference that is the truth."""
 
     operator: Operator
+    shape: Shape
     case: Case
     form: str
     outcome: Outcome
@@ -61,29 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_problem_arguments(
         parser, shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one"
     )
-    parser.add_argument(
-        "--cases",
-        type=names(CASES),
-        metavar="CASE,..",
-        help=f"gates ({', '.join(GATES)}), with +initial (from a state), +last (gradients of the last state) "
-        f"(default: {', '.join(DEFAULT_CASES)}; of packed sequences these without +last)",
+    told = (
+        f"gates ({', '.join(GATES)}), with +initial (from a state), +last (gradients of the last state) "
+        f"(default: {', '.join(DEFAULT_CASES)}; of packed sequences these without +last)"
     )
+    parser.add_argument("--cases", type=names(CASES), metavar="CASE,..", help=told)
     add_options(parser, "--dtype", "--seed")
     add_options(parser, "--json", help="write every error as JSON")
+    parser.set_defaults(commit=None, update_results=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check what the options describe; returns the exit status."""
-    device = environment.current_device()
-    on_gpu = device.type == "cuda"
+    on_gpu = environment.current_device().type == "cuda"
     check_named([OPERATORS[op] for op in args.op], args.backends)
     shapes: Sequence[Shape] = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     if any(shape.T < 2 for shape in shapes):
         raise UsageError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
     if any(shape.N for shape in shapes) and any(CASES[name].last for name in args.cases or ()):
         raise UsageError("--cases: expected none with +last for packed sequences, such as default+initial")
-    settings = Settings(device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
-    facts = environment.provenance(device)
     served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
     variants_of = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu) for op in args.op}
     problems = [(op, problem) for op in args.op for problem in PROBLEMS[op]]
@@ -93,10 +90,9 @@ def run(args: argparse.Namespace) -> int:
         for shape in served[op]
         if variants_of[op]
     ]
-    check_outputs(args)
-    environment.fetch_thunderkittens()
-    console = report.make_console()
-    _print_head(console, settings, facts, [problem for _, problem in problems])
+    session = Session(args)
+    settings = Settings(session.device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
+    _print_head(session, settings, [problem for _, problem in problems])
     found: list[Checked] = []
     with report.make_progress() as bar:
         task = bar.add_task("", total=sum(len(cases) * len(variants) for _, _, cases, variants in contests))
@@ -108,16 +104,16 @@ def run(args: argparse.Namespace) -> int:
             checked = [
                 one for case in cases for one in run_case(problem, shape, case, variants, settings, advance)
             ]
-            release(device)
-            _print_contest(console, checked, settings.dtype)
+            release(session.device)
+            _print_contest(session, checked, settings.dtype)
             found += checked
     counts = Counter(one.outcome.status for one in found)
-    console.print(
+    session.console.print(
         f"{len(found)} checks: {counts[OK]} within tolerance, {counts[FAILED]} failed, "
         f"{counts[UNSUPPORTED]} not served."
     )
     if args.json:
-        lines = [json.dumps({**_row_of(one, settings), **facts}, allow_nan=False) for one in found]
+        lines = [json.dumps({**_row_of(one, settings), **session.facts}, allow_nan=False) for one in found]
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return 1 if _has_failed(found) else 0
 
@@ -137,12 +133,11 @@ def run_case(
     del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks
     found = []
     for variant in variants:
-        outcome = Outcome(operator.name, shape, WHICH, variant)
+        outcome = Outcome(variant)
         with lifted_guard(operator, [variant], WHICH, settings.device) as lifted:
             outcome.notes += [f"{variant.call}: {fla.NOTE}"] * lifted
-            work = partial(check, operator, outcome, tensors, cotangents, truth, AS_GIVEN, settings.dtype)
-            guard(outcome, work)
-        found.append(Checked(operator, case, truth.form, outcome))
+            outcome.run(partial(check, outcome, tensors, cotangents, truth, AS_GIVEN, settings.dtype))
+        found.append(Checked(operator, shape, case, truth.form, outcome))
         advance(f"{_title_of(operator)}, {shape}, {case}: {variant.call}")
     return found
 
@@ -156,36 +151,36 @@ def _has_failed(found: Iterable[Checked]) -> bool:
     )
 
 
-def _print_head(
-    console: Console, settings: Settings, facts: Mapping[str, Any], chosen: Iterable[Operator]
-) -> None:
-    console.print(f"{environment.heading(facts)}; {settings.dtype}")
+def _print_head(session: Session, settings: Settings, chosen: Iterable[Operator]) -> None:
     limits: dict[float, dict[str, None]] = {}
     for operator in chosen:
         for name, limit in operator.tolerances(settings.dtype).items():
             if name != operator.output:
                 limits.setdefault(limit, {})[name] = None
     told = "; ".join(f"{', '.join(names)} {limit:.3g}" for limit, names in limits.items())
-    if settings.device.type != "cuda":
-        console.print("No CUDA GPU: the forms of the PyTorch reference.")
-    console.print("Error: relative Frobenius against the fp64 reference on the same inputs.")
-    console.print(f"Past tolerance where marked with '!': {told}.\n", soft_wrap=True)
+    lines = [
+        f"{environment.heading(session.facts)}; {settings.dtype}",
+        *["No CUDA GPU: the forms of the PyTorch reference."] * (not session.on_gpu),
+        "Error: relative Frobenius against the fp64 reference on the same inputs.",
+        f"Past tolerance where marked with '!': {told}.\n",
+    ]
+    session.print_lines(lines)
 
 
-def _print_contest(console: Console, checked: Sequence[Checked], dtype: str) -> None:
+def _print_contest(session: Session, checked: Sequence[Checked], dtype: str) -> None:
     """The table of one problem and shape, then why rows have no figures."""
-    operator, _, form, first = checked[0]
-    title = f"{_title_of(operator)}, gradients, {first.shape}; truth: {form} in fp64"
-    report.print_table(console, title, _errors_table(checked, dtype))
+    operator, shape, _, form, _ = checked[0]
+    title = f"{_title_of(operator)}, gradients, {shape}; truth: {form} in fp64"
+    session.print_table(title, _errors_table(checked, dtype))
     reasons: dict[str, list[str]] = {}
-    for _, case, _, outcome in checked:
+    for _, _, case, _, outcome in checked:
         if outcome.status != OK and not outcome.errors:
             line = f"{outcome.variant.call}: {outcome.status}: {outcome.reason}"
             reasons.setdefault(line, []).append(str(case))
     cases = len({one.case for one in checked})
     lines = [line + ("" if len(told) == cases else f" [{', '.join(told)}]") for line, told in reasons.items()]
     lines += dict.fromkeys(note for one in checked for note in one.outcome.notes)
-    report.print_lines(console, [*(f"  {line}" for line in lines), ""])
+    session.print_lines([*(f"  {line}" for line in lines), ""])
 
 
 def _title_of(operator: Operator) -> str:
@@ -203,7 +198,7 @@ def _errors_table(checked: Sequence[Checked], dtype: str) -> Table:
         names += [f"d{name}" for name in operator.states]
     table = report.make_table("case", "backend", numbers=names)
     limits = operator.tolerances(dtype)
-    for place, (_, case, _, outcome) in enumerate(checked):
+    for place, (_, _, case, _, outcome) in enumerate(checked):
         cells = [_cell(name, outcome.errors, limits) for name in names]
         if not outcome.errors:
             cells[0] = Text(outcome.status)
@@ -223,13 +218,13 @@ def _cell(name: str, errors: Mapping[str, float], limits: Mapping[str, float]) -
 
 def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:
     """One check as it stands in the JSON file; an error that is not finite is null."""
-    operator, case, form, outcome = checked
+    operator, shape, case, form, outcome = checked
     errors, limits = outcome.errors, operator.tolerances(settings.dtype)
     return {
-        "op": outcome.op,
+        "op": operator.name,
         "normalize": "n_initial" in operator.states,
         "options": operator.options,
-        "shape": outcome.shape.as_dict(),
+        "shape": shape.as_dict(),
         "case": str(case),
         "backend": outcome.variant.call,
         "dtype": settings.dtype,

@@ -120,7 +120,7 @@ def variants_of(op: str, *, on_gpu: bool) -> list[Variant]:
     names = ["tk", fla.VARIANT] if on_gpu else []
     if op != "delta_rule":
         names += [name + V_FIRST for name in names]
-    return [Variant(name, name) for name in (*names, "reference")]
+    return [Variant(name) for name in (*names, "reference")]
 
 
 OPERATORS: dict[str, Operator] = {

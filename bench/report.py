@@ -14,7 +14,6 @@ from . import results
 from .results import Row
 from .runner import OK, Outcome
 
-PIPED_WIDTH = 140
 PASS_TITLES = {
     "fwd": "forward",
     "fwdbwd": "forward + backward",
@@ -59,27 +58,10 @@ def errors_of(errors: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-def make_console() -> Console:
-    """The console that tables are printed to; wide enough for them where it is piped."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-
-
 def make_progress() -> Progress:
     """A progress bar on stderr, so that the tables can be piped; hidden where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def print_table(console: Console, title: str, table: Table) -> None:
-    """A table below its title, which may be wider than it."""
-    console.print(Text(title, style="table.title"), soft_wrap=True)
-    console.print(table)
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Lines as they are, whatever their length and whatever brackets are in them."""
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def make_table(*words: str, numbers: Iterable[str]) -> Table:
@@ -138,15 +120,14 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column. What a row
-    lacks is an empty cell."""
-    plain = [key for key in results.REQUIRED if key not in ("op", "shape", "rel_err")]
-    errors = dict.fromkeys(f"rel_err_{name}" for row in rows for name in row["rel_err"])
-    header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *results.OPTIONAL]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Rows as CSV, each number of the shape and each error in its own column. What a row lacks is an empty
+    cell."""
+    lines = [
+        {**row, **row["shape"], **{f"rel_err_{name}": error for name, error in row["rel_err"].items()}}
+        for row in rows
+    ]
+    header = dict.fromkeys(key for line in lines for key in line if key not in ("shape", "rel_err"))
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, header, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, list(header), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        for row in rows:
-            named = {f"rel_err_{name}": error for name, error in row["rel_err"].items()}
-            writer.writerow({**row, **row["shape"], **named})
+        writer.writerows(lines)

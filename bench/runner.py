@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,45 +44,61 @@ class Settings:
     ceilings: Ceilings | None = None
 
 
-@dataclass
-class Outcome:
-    """What became of one variant: a row, or the reason why there is none. errors are against fp64, of a
-    part of the call where `partial`; notes say what is to be known of them and of the variant."""
+class Contest(NamedTuple):
+    """The variants of an operator on one shape and pass."""
 
-    op: str
-    shape: Shape
+    operator: Operator
     which: str
-    variant: Variant
+    shape: Shape
+    variants: Sequence[Variant]
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What became of something that was tried: its errors, by name, and the reason where it failed or
+    nothing serves it."""
+
     status: str = OK
     reason: str = ""
-    row: Row | None = None
     errors: dict[str, float] = field(default_factory=dict)
+
+    def run(self, work: Callable[[], Any], *, raised: tuple[type[Exception], ...] = ()) -> Any:
+        """What the work gives; None where it raises, which is the verdict then, and others go on. raised:
+        what is no fault of the work alone, and raised again."""
+        try:
+            return work()
+        except raised:
+            raise
+        except Exception as error:
+            self.status, self.reason = verdict_on(error)
+            return None
+
+
+@dataclass
+class Outcome(Verdict):
+    """What became of one variant. row: None where it was not timed. errors: against fp64, of a part of the
+    call where `partial`. notes: what is to be known of them and of the variant."""
+
+    variant: Variant
+    row: Row | None = None
     partial: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def stop(self, status: str, reason: str) -> None:
-        """No row: it failed, or nothing serves the call."""
-        self.status, self.reason = status, reason
-
 
 def run_contest(
-    operator: Operator,
-    shape: Shape,
-    which: str,
-    variants: Sequence[Variant],
-    settings: Settings,
-    tell: Callable[[str], object] = lambda label: None,
+    contest: Contest, settings: Settings, tell: Callable[[str], object] = lambda label: None
 ) -> list[Outcome]:
     """Check each variant on this very shape, then time those that passed: an outcome per variant, in their
     order. tell is called with a label before each step of the work."""
-    outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
+    operator, which, _, variants = contest
+    outcomes = [Outcome(variant) for variant in variants]
     with lifted_guard(operator, variants, which, settings.device) as lifted:
         for outcome in outcomes:
             if outcome.variant.call == fla.VARIANT:
                 outcome.notes += [fla.NOTE] * lifted
             if outcome.variant.call in rivals.RIVALS:
                 outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
-        _check_and_time(operator, outcomes, settings, tell)
+        _check_and_time(contest, outcomes, settings, tell)
     return outcomes
 
 
@@ -95,38 +111,33 @@ def lifted_guard(
 
 
 def _check_and_time(
-    operator: Operator, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
+    contest: Contest, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
 ) -> None:
-    """Fill the outcomes of one contest, at least one."""
+    """Fill the outcomes of one contest."""
     tell("fp64 reference")
-    shape, which = outcomes[0].shape, outcomes[0].which
-    kinds = {outcome.variant.call: cotangent_kind(operator, outcome.variant, which) for outcome in outcomes}
+    operator, which, shape, variants = contest
+    kinds = [cotangent_kind(operator, variant, which) for variant in variants]
     dtype, device, seed = DTYPES[settings.dtype], settings.device, settings.seed
     try:
         inputs = operator.inputs(shape, dtype, device, settings.layout, seed, settings.forget_bias)
         drawn = {operator.output: cotangent_like(inputs["v"], seed + 1)} if which == "fwdbwd" else {}
-        truth = accuracy.compute_truth(
-            operator, shape, inputs, drawn, kinds=tuple(dict.fromkeys(kinds.values()))
-        )
+        truth = accuracy.compute_truth(operator, shape, inputs, drawn, kinds=tuple(dict.fromkeys(kinds)))
     except Exception as error:  # too large for this machine: the next contest may not be
         for outcome in outcomes:
-            outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
+            outcome.status, outcome.reason = FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}"
         return
     finally:
         release(device)
-    for outcome in outcomes:
+    for outcome, kind in zip(outcomes, kinds, strict=True):
         tell(outcome.variant.call)
-        kind = kinds[outcome.variant.call]
         given = {operator.output: truth.cotangents[kind]} if drawn else {}
         baseline = outcome.variant.family in BASELINES
-        work = partial(
-            check, operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline
-        )
-        guard(outcome, work)
+        work = partial(check, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline)
+        outcome.run(work)
         release(device)
     del truth, work  # gigabytes that nothing timed needs
     tell("timed")
-    _time(operator, outcomes, inputs, drawn, settings)
+    _time(contest, outcomes, inputs, drawn, settings)
 
 
 def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
@@ -150,8 +161,7 @@ def make_step(
     tensors, offsets = split_offsets(inputs)
     call: Callable[..., Any] = partial(operator.call, variant.call, **offsets)
     if variant.call in rivals.RIVALS:
-        prepared = rivals.RIVALS[variant.call].prepare(inputs)
-        tensors, call = prepared.leaves, prepared.call
+        tensors, call = rivals.prepare(variant.call, inputs)
     backward = bool(cotangents)
     leaves = {
         name: tensor.detach().requires_grad_(backward and name not in operator.constants)
@@ -181,7 +191,6 @@ def make_step(
 
 
 def check(
-    operator: Operator,
     outcome: Outcome,
     inputs: Mapping[str, Tensor],
     cotangents: Mapping[str, Tensor],
@@ -193,36 +202,32 @@ def check(
 ) -> None:
     """Fill the outcome's errors, and stop it where they exceed the tolerance. kind: of the output's
     gradient. baseline: it is judged by the tolerances of the baselines."""
-    refuse_quadratic(outcome)
+    refuse_quadratic(outcome.variant, truth.shape)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
-    step = make_step(operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
+    step = make_step(truth.operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
     accuracy.poison(v.numel() * v.element_size(), v.device)
     results = step()
     outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
-    outcome.partial = truth.partial
-    outcome.notes += [truth.picks.left_out] * truth.partial
-    wrong = accuracy.failures(outcome.errors, operator.tolerances(dtype, baseline=baseline))
+    outcome.partial = bool(truth.picks.left_out)
+    outcome.notes += filter(None, [truth.picks.left_out])
+    wrong = accuracy.failures(outcome.errors, truth.operator.tolerances(dtype, baseline=baseline))
     if wrong:
-        outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
+        outcome.status, outcome.reason = FAILED, "error against fp64: " + ", ".join(wrong)
 
 
-def refuse_quadratic(outcome: Outcome) -> None:
+def refuse_quadratic(variant: Variant, shape: Shape) -> None:
     """The parallel form has matrices [S, S]; long sequences would fill the memory. The reference loops
     over packed sequences; many would take minutes."""
-    shape = outcome.shape
-    if outcome.variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
-        raise UnsupportedError(outcome.variant.call, f"it computes {shape.N:,} sequences one after the other")
+    if variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
+        raise UnsupportedError(variant.call, f"it computes {shape.N:,} sequences one after the other")
     # of packed sequences the matrices follow one another
-    longest = max(shape.lengths())
-    matrix = 4 * shape.B * shape.value_heads * longest**2
-    if outcome.variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
-        raise UnsupportedError(
-            "reference:parallel", f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB"
-        )
+    matrix = 4 * shape.B * shape.value_heads * max(shape.lengths()) ** 2
+    if variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
+        raise UnsupportedError(variant.call, f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB")
 
 
 def _time(
-    operator: Operator,
+    contest: Contest,
     outcomes: Sequence[Outcome],
     inputs: Mapping[str, Tensor],
     cotangents: Mapping[str, Tensor],
@@ -235,7 +240,7 @@ def _time(
 
     def prepare(outcome: Outcome) -> None:
         name = outcome.variant.call
-        step = make_step(operator, outcome.variant, inputs, cotangents)
+        step = make_step(contest.operator, outcome.variant, inputs, cotangents)
         estimate = timing.warm_up(step, settings.stopwatch, settings.plan.budget_ms)
         memory[name] = timing.peak_memory(step, settings.device)
         repeats[name] = settings.plan.repeats_for(estimate)
@@ -243,14 +248,14 @@ def _time(
 
     for outcome in outcomes:
         if outcome.status == OK:
-            guard(outcome, partial(prepare, outcome))
+            outcome.run(partial(prepare, outcome))
     found = timing.interleave(steps, repeats, settings.stopwatch)
     for outcome in outcomes:
         name = outcome.variant.call
         if outcome.status == OK:
-            always = operator.runs_in_graphs
+            always = contest.operator.runs_in_graphs
             more = _other_times(steps[name], found[name], settings, always_graph=always)
-            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], **more)
+            outcome.row = make_row(contest, outcome, settings, found[name], memory[name], **more)
 
 
 def _other_times(
@@ -279,7 +284,7 @@ def _other_times(
 
 
 def make_row(
-    operator: Operator,
+    contest: Contest,
     outcome: Outcome,
     settings: Settings,
     found: timing.Timing,
@@ -287,16 +292,16 @@ def make_row(
     **more: float,
 ) -> Row:
     """The results row of a timed variant; `more` by its keys."""
-    cost = operator.cost(outcome.shape, outcome.which, DTYPES[settings.dtype].itemsize)
+    operator, which, shape, _ = contest
+    cost = operator.cost(shape, which, DTYPES[settings.dtype].itemsize)
     ceilings = settings.ceilings
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
-    notes = list(outcome.notes)
-    if cotangent_kind(operator, outcome.variant, outcome.which) == ORTHOGONAL:
-        notes.insert(0, "gradients without the normaliser's part, checked with dh orthogonal to h")
+    orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
+    omits = ["gradients without the normaliser's part, checked with dh orthogonal to h"] * orthogonal
     return results.new_row(
         operator.name,
-        outcome.shape,
-        outcome.which,
+        shape,
+        which,
         outcome.variant.backend,
         settings.dtype,
         found,
@@ -306,19 +311,11 @@ def make_row(
         roofline=None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
         peak_mem_mb=None if peak_bytes is None else peak_bytes / 2**20,
         rel_err=outcome.errors,
-        note="; ".join(notes),
+        note="; ".join([*omits, *outcome.notes]),
         **settings.provenance,
         **{key: value for key, value in given.items() if value != DEFAULTS[key]},
         **more,
     )
-
-
-def guard(outcome: Outcome, work: Callable[[], object]) -> None:
-    """Run one variant's work; whatever it raises is its outcome, and the others go on."""
-    try:
-        work()
-    except Exception as error:
-        outcome.stop(*verdict_on(error))
 
 
 def verdict_on(error: Exception) -> tuple[str, str]:

@@ -20,10 +20,11 @@ from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
 from . import linear_step
-from .compare import Contest, add_run_arguments, carry_out
+from .compare import add_run_arguments, carry_out
 from .inputs import FORGET_BIAS, draw_steps, forget, made_once
 from .operators import Operator
 from .results import IN_PLACE, STEP
+from .runner import Contest
 from .shapes import Shape, parse_shapes
 from .usage import UsageError, argument, names
 from .variants import Variant
@@ -92,7 +93,7 @@ BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
 OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
-VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "reference")]
+VARIANTS = [Variant(name) for name in ("tk", IN_PLACE, "triton", "reference")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,22 +23,33 @@ _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 Step = Callable[[], object]
 
 
-class Stopwatch(Protocol):
-    """Times single runs."""
+class Stopwatch:
+    """The host's clock, over a call on a CPU, or a long one on a GPU that is idle before and after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def run(self, step: Step) -> Callable[[], float]:
         """Run the step; the result gives its time in ms once `wait` has returned."""
+        self.wait()
+        start = time.perf_counter()
+        step()
+        self.wait()
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
 
     def wait(self) -> None:
         """Wait for everything that was run."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue. An
     untimed run comes before the first one after a wait, which meets an idle GPU and a late host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.idle = True
         self.flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
@@ -57,25 +68,6 @@ class CudaStopwatch:
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
         self.idle = True
-
-
-class HostStopwatch:
-    """The host's clock, over a call on a CPU, or a long one on a GPU that is idle before and after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def run(self, step: Step) -> Callable[[], float]:
-        self.wait()
-        start = time.perf_counter()
-        step()
-        self.wait()
-        elapsed = (time.perf_counter() - start) * 1e3
-        return lambda: elapsed
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
@@ -190,24 +182,15 @@ def capture(step: Step, device: torch.device) -> Captured | None:
 
 
 def _kernels_of(graph: int) -> int | None:
-    """How many kernels a graph of the driver has; None where the driver cannot be asked."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
-        if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
-            return None
-        nodes = (ctypes.c_void_p * count.value)()
-        if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
-            return None
-        kernels = 0
-        for node in nodes:
-            kind = ctypes.c_int()
-            if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
-                return None
-            kernels += kind.value == _KERNEL_NODE
-    except (OSError, AttributeError):
-        return None
-    return kernels
+    """How many kernels a graph of the driver has; None where the driver does not tell."""
+    driver, handle, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph), ctypes.c_size_t()
+    errors = driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    errors |= driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
+    kinds = [ctypes.c_int() for _ in nodes]
+    for node, kind in zip(nodes, kinds, strict=True):
+        errors |= driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+    return None if errors else sum(kind.value == _KERNEL_NODE for kind in kinds)
 
 
 def launch_us(wait: Callable[[], object]) -> float:

@@ -26,13 +26,16 @@ def configs_compiled_by(threads: int) -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
 
     prune = Autotuner.prune_configs
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    # a thread begins on device 0
+    start: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        start = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
 
     def prune_and_compile(tuner: Any, kwargs: dict[str, Any]) -> Any:
         configs = prune(tuner, kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OF_LAUNCH}
         compile_one = partial(_compile, tuner.fn, list(tuner.nargs.values()), options)
-        with ThreadPoolExecutor(threads, initializer=_take_device, initargs=(device,)) as pool:
+        with ThreadPoolExecutor(threads, **start) as pool:
             list(pool.map(compile_one, configs))
         return configs
 
@@ -47,8 +50,3 @@ def _compile(fn: Any, arguments: list[Any], options: dict[str, Any], config: Any
     # it is compiled again when it is timed, and raises there what the autotuner expects
     with contextlib.suppress(Exception):
         fn.warmup(*arguments, grid=(1,), **options, **config.all_kwargs())
-
-
-def _take_device(device: int | None) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)
