@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("page", type=Path, help="docs/api.md")
     compare.add_run_arguments(add("ablation", ablation.run, "time mLSTM's forward with and without overlap"))
     step.add_arguments(add("step", step.run, "time one token of mLSTM against the copy rate"))
-    model_step.add_arguments(
-        add("model", model_step.run, "train, prefill and decode with xLSTM models, Triton against tk")
-    )
+    told = "train, prefill and decode with xLSTM models, Triton against tk"
+    model_step.add_arguments(add("model", model_step.run, told))
     generate.add_arguments(add("generate", generate.run, "tokens per second of generate(), FLA against tk"))
     return run_command(parser, argv)
 
@@ -63,7 +62,7 @@ def _readme(arguments: argparse.Namespace) -> int:
     rows = _existing(arguments.results)
     for path in arguments.files:
         print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
-        if readme.SUMMARY_BEGIN in path.read_text("utf-8") and (chosen := readme.headline(rows)):
+        if "<!-- summary:begin -->" in path.read_text("utf-8") and (chosen := readme.headline(rows)):
             plots.write_speed_ups(path.parent / readme.FIGURE, chosen)
     return 0
 

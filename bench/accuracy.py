@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .inputs import OFFSETS
 from .operators import Operator, last_state_of, output_of, split_offsets
-from .shapes import CHUNK, Shape
+from .shapes import CHUNK, Shape, cost
 
 # output gradients: zero where the gradient jumps; orthogonal to the output; as it is
 RANDOM, ORTHOGONAL, AS_GIVEN = KINDS = ("random", "orthogonal", "as given")
@@ -36,7 +36,7 @@ SEQUENCES = 1024
 def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.device) -> list[int]:
     """The (batch, head) pairs to check, evenly spread: all of them unless that takes more than FLOP_LIMIT."""
     total = shape.B * shape.H
-    flops = operator.cost(shape, which, 2).flops
+    flops = cost(operator.name, shape, which).flops
     if shape.N is not None:
         flops *= min(1.0, SEQUENCES / shape.N)
     count = max(1, min(total, int(total * FLOP_LIMIT[device.type] / flops)))

@@ -50,8 +50,8 @@ def add_problem_arguments(
     told = f"of {', '.join(OPERATORS)}, or public functions such as chunk_gla (default: all)"
     add("--op", type=names(OPERATORS, FUNCTIONS), default=list(OPERATORS), metavar="OP,..", help=told)
     told = (
-        f"comma-separated: {', '.join(SETS)}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for packed "
-        f"sequences, xHV.. for heads of v (default: {shapes})"
+        f"comma-separated: {', '.join(SETS)}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for "
+        f"packed sequences, xHV.. for heads of v (default: {shapes})"
     )
     add("--shapes", type=argument(parse_shapes), metavar="SHAPES", help=told)
     told = (

@@ -10,28 +10,25 @@ from .usage import UsageError
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw one panel per operator, pass, dtype and conditions into a file; its suffix picks the format."""
-    if not rows:
-        raise ValueError("plot: expected at least one row, got none")
+    """Draw one panel per operator, pass, dtype and conditions of at least one row into a file; its suffix
+    picks the format."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(_title(row), []).append(row)
     figure = _figure(len(panels))
-    for axes, (title, chosen) in zip(
-        figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
-    ):
+    every = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, chosen) in zip(every, panels.items(), strict=True):
         axes.set_title(title)
         _bars(axes, chosen)
         axes.set_yscale("log")
         axes.set_ylabel("ms")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
-    """Draw speed-ups as bars from top to bottom, one group per operator and head dims, a colour per pass."""
-    if not found:
-        raise ValueError("plot: expected at least one speed-up, got none")
+    """Draw at least one speed-up as bars from top to bottom, one group per operator and head dims, a colour
+    per pass."""
     groups: dict[str, list[Pair]] = {}
     for pair in found:
         shape = shape_of(pair.shown)
@@ -47,7 +44,7 @@ def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
                 if pair.shown["pass"] == which:
                     at = place + (number - (len(passes) - 1) / 2) * height
                     axes.barh(at, pair.speed_up, height, color=f"C{number}")
-                    axes.text(pair.speed_up, at, f" {_told(pair)}", va="center", fontsize="small")
+                    axes.text(pair.speed_up, at, _told(pair), va="center", fontsize="small")
         axes.barh([0], [0], color=f"C{number}", label=PASS_TITLES[which])
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(groups)), list(groups))
@@ -55,16 +52,16 @@ def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
     axes.set_xlim(0, 1.6 * max(pair.speed_up or 0.0 for pair in found))
     axes.set_xlabel("times as fast as the fastest correct baseline")
     axes.legend(loc="lower right", fontsize="small")
-    _save(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def _told(pair: Pair) -> str:
     """A speed-up and what it is made of."""
-    if pair.ours is None or pair.theirs is None:
-        return ""
+    assert pair.ours and pair.theirs
     theirs = pair.theirs["backend"].partition(":")[2]
     times = f"{milliseconds(pair.ours['ms'])} ms, {theirs} {milliseconds(pair.theirs['ms'])} ms"
-    return f"{pair.speed_up:.1f}x ({times})"
+    return f" {pair.speed_up:.1f}x ({times})"
 
 
 def check_path(path: Path) -> None:
@@ -76,18 +73,10 @@ def check_path(path: Path) -> None:
 
 def _figure(panels: int, size: tuple[float, float] | None = None) -> Any:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
-    figure = Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
 
 
 def _title(row: Row) -> str:

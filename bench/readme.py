@@ -1,5 +1,6 @@
 """What README.md and docs/results.md show of the results on record, generated between markers."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,11 @@ from . import results
 from .report import PASS_TITLES, errors_of, milliseconds, problem_title
 from .results import Pair, Row
 from .rivals import RIVALS
-from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
-
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
-SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # a few lines: README.md
+from .shapes import PASSES, PHASES, SWEEP, SWEEP_TOKENS, Shape
 
 PACKAGES = {rival.operator for rival in RIVALS.values()}  # operators that more than one package computes
 FIGURE = "docs/speedups.png"  # what the summary shows, from the file that it stands in
+NOTHING = "No results are on record yet."
 # what the figure has of one GPU and one commit: operator and shape, forward and both passes
 HEADLINE = (
     ("mlstm_exp", Shape(8, 8192, 16, 128, 256)),
@@ -33,8 +32,8 @@ def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown: per operator and pass tk against the best baseline of its run, every package
     beside it, the same over the length, the host's time; whole models; the ablation."""
     parts: list[str] = []
-    for op in results.OPS:
-        own = [row for row in rows if row["op"] == op]
+    of = {op: [row for row in rows if row["op"] == op] for op in results.OPS}
+    for op, own in of.items():
         if op in (results.STEP, *results.STEP_OF.values()):
             parts.append(_steps(op, own))
             continue
@@ -47,10 +46,10 @@ def render(rows: Sequence[Row]) -> str:
                 parts.append(_packages(f"{title}, every package", chosen))
             parts += _sweeps(f"{title}, over the length", [row for row in chosen if results.in_sweep(row)])
         parts.append(_hosts(f"{results.TITLES[op]}, host", own))
-    parts.append(_models([row for row in rows if row["op"] == results.MODEL]))
-    parts += [_generated(op, [row for row in rows if row["op"] == op]) for op in results.GENERATED]
-    parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in results.ABLATED]
-    return "\n\n".join(filter(None, parts)) or "No results are on record yet."
+    parts.append(_models(of[results.MODEL]))
+    parts += [_generated(op, of[op]) for op in results.GENERATED]
+    parts += [_ablation(op, of[op]) for op in results.ABLATED]
+    return "\n\n".join(filter(None, parts)) or NOTHING
 
 
 def headline(rows: Sequence[Row]) -> list[Pair]:
@@ -58,55 +57,58 @@ def headline(rows: Sequence[Row]) -> list[Pair]:
     Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["dtype"] == "bf16" and results.is_plain(row) and _place(row) is not None:
+        if row["dtype"] == "bf16" and results.is_plain(row) and _problem(row) in HEADLINE:
             groups.setdefault((str(row["gpu"]), str(row["commit"])), []).append(row)
-    found = [
-        [pair for pair in results.pairs(group) if pair.speed_up is not None] for group in groups.values()
-    ]
-    most = max(found, key=lambda chosen: (len(chosen), max(_dates(chosen), default="")), default=[])
-    return sorted(most, key=lambda pair: (_place(pair.shown), PASSES.index(pair.shown["pass"])))
+    found = [[pair for pair in results.pairs(group) if pair.speed_up] for group in groups.values()]
+    most = max(found, key=lambda chosen: (len(chosen), _last_date(chosen)), default=[])
+    return sorted(most, key=_place)
 
 
-def _place(row: Row) -> int | None:
-    """Where a row stands in HEADLINE."""
-    entry = (row["op"], results.shape_of(row))
-    return HEADLINE.index(entry) if entry in HEADLINE else None
+def _problem(row: Row) -> tuple[str, Shape]:
+    return row["op"], results.shape_of(row)
 
 
-def _dates(found: Sequence[Pair]) -> list[str]:
-    return [pair.shown["date"] for pair in found]
+def _place(pair: Pair) -> tuple[int, int]:
+    return HEADLINE.index(_problem(pair.shown)), PASSES.index(pair.shown["pass"])
+
+
+def _last_date(found: Sequence[Pair]) -> str:
+    return max((pair.shown["date"] for pair in found), default="")
 
 
 def render_summary(rows: Sequence[Row]) -> str:
     """The README's figure, its range in words, and where it comes from."""
     chosen = headline(rows)
     if not chosen:
-        return "No results are on record yet."
+        return NOTHING
     ratios = [pair.speed_up or 0.0 for pair in chosen]
     between = f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as the fastest correct baseline"
-    row, day = chosen[0].shown, max(_dates(chosen)).partition("T")[0]
+    row, day = chosen[0].shown, _last_date(chosen).partition("T")[0]
     what = f"bf16, {row['shape']['B']} sequences of {row['shape']['T']:,} tokens"
     origin = f"{row['gpu']}, commit {row['commit']}, {day}, PyTorch {row['torch']}, nvcc {row['nvcc']}"
     return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
+# by the name of their markers: all tables, in docs/results.md; a few lines, in README.md
+REGIONS: dict[str, Callable[[Sequence[Row]], str]] = {"results": render, "summary": render_summary}
+
+
 def update(path: Path, rows: Sequence[Row]) -> bool:
-    """Replace what stands between each pair of markers of a file; returns whether the file changed."""
+    """Replace what stands between the markers <!-- name:begin --> and <!-- name:end --> of a file, for each
+    name in REGIONS; returns whether the file changed."""
     text = new = path.read_text(encoding="utf-8")
-    regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
-    if not any(marker in text for *markers, _ in regions for marker in markers):
-        raise ValueError(f"{path}: expected {BEGIN} or {SUMMARY_BEGIN}, and its end after it")
-    for opening, closing, write in regions:
-        begin, end = new.find(opening), new.find(closing)
-        if begin == end == -1:
-            continue
-        if new.count(opening) != 1 or new.count(closing) != 1 or end < begin:
-            raise ValueError(f"{path}: expected one {opening} and after it one {closing}")
-        new = f"{new[: begin + len(opening)]}\n{write(rows)}\n{new[end:]}"
-    if new == text:
-        return False
-    path.write_text(new, encoding="utf-8")
-    return True
+    for name, write in REGIONS.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = re.split(f"({begin}|{end})", new)
+        if parts[1::2] == [begin, end]:
+            new = f"{parts[0]}{begin}\n{write(rows)}\n{end}{parts[4]}"
+        elif len(parts) > 1:
+            raise ValueError(f"{path}: expected one {begin} and after it one {end}")
+    if not any(f"<!-- {name}:begin -->" in new for name in REGIONS):
+        raise ValueError(f"{path}: expected <!-- {' or '.join(REGIONS)}:begin -->, and its end after it")
+    if new != text:
+        path.write_text(new, encoding="utf-8")
+    return new != text
 
 
 def _section(title: str, columns: Columns, items: Sequence[Any], caption: str) -> str:
@@ -141,7 +143,6 @@ def _figure(key: str, text: Callable[[Any], str]) -> Cell:
 _ms, _graph_ms = _figure("ms", milliseconds), _figure("graph_ms", milliseconds)
 _error = _figure("rel_err", errors_of)
 _memory = _figure("peak_mem_mb", "{:.0f}".format)
-_memory_gb = _figure("peak_mem_mb", lambda mb: f"{mb / 1024:.1f}")
 
 
 def _variant(row: Row) -> str:
@@ -162,6 +163,7 @@ def _speed_up(pair: Pair) -> str:
 
 # Tables
 
+MODEL = ("Model", lambda pair: str(results.shape_of(pair.shown)))
 PROBLEM: Columns = (
     ("Shape", lambda pair: problem_title(pair.shown)),
     ("dtype", lambda pair: pair.shown["dtype"]),
@@ -215,10 +217,11 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
     """The host's time of short calls, of the latest run; empty where no row tells how many kernels it has."""
     latest: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        named = row["backend"] == "tk" and row["schedule"] != "sequential"
         key = (results.problem_of(row), row["backend"])
-        wanted = "launch_us" in row and "host_us" in row and (named or results.is_baseline(row))
-        if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
+        told = {"launch_us", "host_us"} <= row.keys() and (
+            results.is_shipped(row) or results.is_baseline(row)
+        )
+        if told and row["date"] >= latest.get(key, row)["date"]:
             latest[key] = row
     columns: Columns = (
         ("Shape", problem_title),
@@ -238,9 +241,9 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
 def _steps(op: str, rows: Sequence[Row]) -> str:
     """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
     found = results.pairs(rows)
-    header, other = (
-        ("in place ms", results.IN_PLACE) if op == results.STEP else ("V-first ms", f"tk{results.V_FIRST}")
-    )
+    header, other = "V-first ms", f"tk{results.V_FIRST}"
+    if op == results.STEP:
+        header, other = "in place ms", results.IN_PLACE
     others = {results.contest_of(row): row for row in rows if row["backend"] == other}
 
     def of_copy_rate(row: Row) -> str:
@@ -273,25 +276,22 @@ def _through_graphs(pair: Pair) -> Pair | None:
 def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
     """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
     parts = []
+    columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
     for dtype in sorted({row["dtype"] for row in rows if results.sweep_only(row)}):
         found = results.pairs(row for row in rows if row["dtype"] == dtype)
         found.sort(key=lambda pair: pair.shown["shape"]["T"])
-        if found:
-            shape = results.shape_of(found[0].shown)
-            what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {dtype}"
-            caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
-            columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
-            parts.append(_section(title, columns, found, caption))
+        what = f"B x T = {SWEEP_TOKENS:,}, H{SWEEP[0].H} {SWEEP[0].K}/{SWEEP[0].V}, {dtype}"
+        caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
+        parts.append(_section(title, columns, found, caption))
     return parts
 
 
 def _flatness(found: Sequence[Pair]) -> str:
     """Largest over smallest time of tk; times of different runs are not divided."""
-    ours = [pair.ours for pair in found if pair.ours is not None]
-    if len(ours) < 2 or len({row["run"] for row in ours}) > 1:
-        return "-"
+    ours = [pair.ours for pair in found if pair.ours]
     times = [row["ms"] for row in ours]
-    return f"{max(times) / min(times):.2f}"
+    one_run = len(ours) > 1 and len({row["run"] for row in ours}) == 1
+    return f"{max(times) / min(times):.2f}" if one_run else "-"
 
 
 def _tokens_per_s(row: Row) -> str:
@@ -301,7 +301,7 @@ def _tokens_per_s(row: Row) -> str:
 def _generated(op: str, rows: Sequence[Row]) -> str:
     """Models that generate, one line per shape; empty where no row is of tk or FLA."""
     columns: Columns = (
-        ("Model", lambda pair: str(results.shape_of(pair.shown))),
+        MODEL,
         ("tokens/s, tk", _ours(_tokens_per_s)),
         ("tokens/s, FLA", _theirs(_tokens_per_s)),
         ("speed-up", _speed_up),
@@ -313,17 +313,12 @@ def _generated(op: str, rows: Sequence[Row]) -> str:
 def _models(rows: Sequence[Row]) -> str:
     """Whole models, one line per phase and shape; empty where no row is of tk or Triton. Decoding is shown
     through CUDA graphs where both were captured."""
-    found = []
-    for pair in (
-        pair for phase in PHASES for pair in results.pairs(row for row in rows if row["pass"] == phase)
-    ):
-        through_graphs = _through_graphs(pair)
-        if through_graphs:
-            pair = through_graphs._replace(shown=pair.shown | {"graphs": True})
-        found.append(pair)
+    found = sorted(results.pairs(rows), key=lambda pair: PHASES.index(pair.shown["pass"]))
+    graphs = {id(pair.shown): _through_graphs(pair) for pair in found}
+    found = [graphs[id(pair.shown)] or pair for pair in found]
 
     def phase(pair: Pair) -> str:
-        return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * ("graphs" in pair.shown)
+        return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * bool(graphs[id(pair.shown)])
 
     def error(row: Row) -> str:
         return f"{row['rel_err'][results.FP32_NATIVE]:.1e}" if results.FP32_NATIVE in row["rel_err"] else "-"
@@ -331,12 +326,12 @@ def _models(rows: Sequence[Row]) -> str:
     figures: dict[str, Cell] = {
         "tokens/s": _tokens_per_s,
         "mLSTM kernels": _figure("kernel_share", "{:.1%}".format),
-        "peak GB": _memory_gb,
+        "peak GB": _figure("peak_mem_mb", lambda mb: f"{mb / 1024:.1f}"),
         "error": error,
     }
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("Phase", phase),
-        ("Model", lambda pair: str(results.shape_of(pair.shown))),
+        MODEL,
         ("tk ms", _ours(_ms)),
         ("Triton ms", _theirs(_ms)),
         ("Triton", _theirs(_variant)),

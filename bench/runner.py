@@ -19,7 +19,7 @@ from .ceilings import Ceilings
 from .inputs import DTYPES, cotangent_like
 from .operators import Operator, last_state_of, output_of, split_offsets
 from .results import BASELINES, DEFAULTS, Row, rounded
-from .shapes import Shape
+from .shapes import Shape, cost
 from .variants import Variant
 
 QUADRATIC_BYTES = 2**29
@@ -293,7 +293,7 @@ def make_row(
 ) -> Row:
     """The results row of a timed variant; `more` by its keys."""
     operator, which, shape, _ = contest
-    cost = operator.cost(shape, which, DTYPES[settings.dtype].itemsize)
+    least = cost(operator.name, shape, which, DTYPES[settings.dtype].itemsize)
     ceilings = settings.ceilings
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
     orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
@@ -306,9 +306,9 @@ def make_row(
         settings.dtype,
         found,
         schedule=outcome.variant.schedule,
-        tflops=rounded(cost.flops / found.ms / 1e9),
-        gbps=rounded(cost.bytes / found.ms / 1e6),
-        roofline=None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
+        tflops=rounded(least.flops / found.ms / 1e9),
+        gbps=rounded(least.bytes / found.ms / 1e6),
+        roofline=None if ceilings is None else rounded(ceilings.roofline_ms(least) / found.ms, 3),
         peak_mem_mb=None if peak_bytes is None else peak_bytes / 2**20,
         rel_err=outcome.errors,
         note="; ".join([*omits, *outcome.notes]),
