@@ -15,22 +15,16 @@ from torch.nn.functional import logsigmoid
 from tfla_tk import reference
 
 from . import fla
-from .inputs import FORGET_BIAS, draw_steps, made_once
+from .inputs import Sizes, draw_steps, made_once
 from .operators import Operator
 from .results import STEP_OF, V_FIRST
 from .shapes import Shape
-from .variants import Variant
 
 STATE_BYTES = 2e8
 BATCHES = 1, 8, 64, 256
 # of the public functions, in the order of the inputs
-GATES = {
-    "gated_delta_rule": ("g", "beta"),
-    "gla": ("gk",),
-    "simple_gla": ("g",),
-    "delta_rule": ("beta",),
-    "kda": ("g", "beta"),
-}
+GATES: dict[str, tuple[str, ...]] = {"gated_delta_rule": ("g", "beta"), "gla": ("gk",), "simple_gla": ("g",)}
+GATES |= {"delta_rule": ("beta",), "kda": ("g", "beta")}
 BY_CHANNEL = ("gla", "kda")  # their first gate: a number for every channel of a key
 # heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models, Kimi-Linear
 MODELS = {
@@ -44,24 +38,17 @@ L2NORM = {"use_qk_l2norm_in_kernel": True}
 
 
 def inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
-    *,
-    gates: tuple[str, ...],
-    by_channel: bool,
+    op: str, shape: Shape, dtype: torch.dtype, device: torch.device, layout: str, seed: int, bias: float
 ) -> dict[str, Tensor]:
     """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
-    layout and forget_bias mean nothing."""
-    values, wide = shape.value_heads, torch.promote_types(dtype, torch.float32)
-    sizes = {"q": (shape.H, shape.K), "k": (shape.H, shape.K), "v": (values, shape.V)}
-    gate_sizes = {gate: (values, shape.K) if by_channel and gate == gates[0] else (values,) for gate in gates}
-    of_fp32 = {**gate_sizes, "state": (values, shape.K, shape.V)}
-    of = {name: (size, dtype) for name, size in sizes.items()}
-    found = draw_steps(of | {name: (x, wide) for name, x in of_fp32.items()}, shape, device, seed)
+    layout and bias mean nothing."""
+    values, wide, gates = shape.value_heads, torch.promote_types(dtype, torch.float32), GATES[op]
+    sizes: Sizes = dict.fromkeys("qk", ((shape.H, shape.K), dtype))
+    sizes |= {"v": ((values, shape.V), dtype), **dict.fromkeys(gates, ((values,), wide))}
+    if op in BY_CHANNEL:
+        sizes[gates[0]] = (values, shape.K), wide
+    sizes["state"] = (values, shape.K, shape.V), wide
+    found = draw_steps(sizes, shape, device, seed)
     for gate in gates:
         drawn = found[gate]
         drawn.copy_(torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2))
@@ -107,27 +94,24 @@ def truth(*, op: str, chunk_size: int, use_qk_l2norm_in_kernel: bool = False, **
 
 def shapes_of(op: str) -> tuple[Shape, ...]:
     """Each model with each of BATCHES, and as many steps as fill STATE_BYTES."""
-    found = []
-    for heads, dim_k, dim_v, value_heads in MODELS[op]:
-        for batch in BATCHES:
-            steps = math.ceil(STATE_BYTES / (batch * value_heads * dim_k * dim_v * 4))
-            found.append(Shape(batch, steps, heads, dim_k, dim_v, HV=value_heads))
-    return tuple(found)
+    return tuple(
+        Shape(batch, math.ceil(STATE_BYTES / (batch * values * k * v * 4)), heads, k, v, HV=values)
+        for heads, k, v, values in MODELS[op]
+        for batch in BATCHES
+    )
 
 
-def variants_of(op: str, *, on_gpu: bool) -> list[Variant]:
-    """The kernels and FLA's, with states [K, V] and, where the function has it, [V, K]; the reference."""
-    names = ["tk", fla.VARIANT] if on_gpu else []
-    if op != "delta_rule":
-        names += [name + V_FIRST for name in names]
-    return [Variant(name) for name in (*names, "reference")]
+def kernels_of(op: str) -> list[str]:
+    """The kernels and FLA's, with states [K, V] and, where the function has it, [V, K]."""
+    layouts = ("", V_FIRST)[: 1 + (op != "delta_rule")]
+    return [name + layout for layout in layouts for name in ("tk", fla.VARIANT)]
 
 
 OPERATORS: dict[str, Operator] = {
     op: LinearStep(
         STEP_OF[op],
         f"fused_recurrent_{op}",
-        partial(inputs, gates=gates, by_channel=op in BY_CHANNEL),
+        partial(inputs, op),
         partial(truth, op=op),
         options=L2NORM if "beta" in gates else {},
         output="o",

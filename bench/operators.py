@@ -23,8 +23,8 @@ KINK = 1e-3
 MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
 
 
-# relative Frobenius errors that are allowed of this package's backends, by dtype: of the output, of dq, dk, dv
-# and the initial states' gradients, and of the gates' gradients
+# relative Frobenius errors that are allowed of this package's backends: of the output, of dq, dk, dv and the
+# initial states' gradients, and of the gates' gradients
 LIMITS = {"bf16": (5e-3, 8e-3, 1e-2), "fp16": (1.25e-3, 2e-3, 2.5e-3), "fp32": (1e-4, 1e-4, 1e-3)}
 # of the Triton kernels: those of mLSTM keep n and m in bf16, and the products of fp32 are tf32 in all of them
 _COARSE = (4e-3, 8e-3, 2.5e-2)

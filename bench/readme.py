@@ -218,10 +218,8 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
     latest: dict[tuple[object, ...], Row] = {}
     for row in rows:
         key = (results.problem_of(row), row["backend"])
-        told = {"launch_us", "host_us"} <= row.keys() and (
-            results.is_shipped(row) or results.is_baseline(row)
-        )
-        if told and row["date"] >= latest.get(key, row)["date"]:
+        wanted = results.is_shipped(row) or results.is_baseline(row)
+        if wanted and {"launch_us", "host_us"} <= row.keys() and row["date"] >= latest.get(key, row)["date"]:
             latest[key] = row
     columns: Columns = (
         ("Shape", problem_title),

@@ -54,13 +54,12 @@ REQUIRED = (
 # host_us: of the host for one call; launches: kernels of one call; launch_us: of the host for as many
 # launches of an empty kernel; graph_ms: median of CUDA-graph replays; kernel_share: of the GPU's time in
 # mLSTM kernels; repeats: timed runs, where fewer than 30; note: what to know
-OPTIONAL = (
-    *("layout", "forget_bias", "host_us", "launches", "launch_us", "graph_ms", "kernel_share"),
-    *("repeats", "note"),
-)
-_TEXTS = ("op", "pass", "backend", "schedule", "dtype", "run", "gpu", "torch", "triton", "nvcc")
-_TEXTS += ("commit", "date", "layout", "note")
+_FIGURES = ("host_us", "launches", "launch_us", "graph_ms", "kernel_share", "repeats")
+OPTIONAL = ("layout", "forget_bias", *_FIGURES, "note")
 _NULLABLE = ("schedule", "tflops", "gbps", "roofline", "peak_mem_mb", "gpu", "triton", "nvcc", "commit")
+# what is no number: texts, and objects
+_TEXTS = {"op", "pass", "backend", "schedule", "dtype", "layout", "note", *REQUIRED[REQUIRED.index("run") :]}
+_OBJECTS = ("shape", "rel_err")
 
 
 def record_path(gpu: str) -> Path:
@@ -99,7 +98,7 @@ def validate(row: Any) -> None:
 
 def _check_value(key: str, value: Any) -> None:
     """A text, an object, with numbers alone where it is of errors, or a finite number, not negative."""
-    kind: Any = str if key in _TEXTS else dict if key in ("shape", "rel_err") else (int, float)
+    kind: Any = str if key in _TEXTS else dict if key in _OBJECTS else (int, float)
     if not isinstance(value, kind) or isinstance(value, bool):
         expected = {str: "a text", dict: "an object"}.get(kind, "a number")
         raise ValueError(f"row {key}: expected {expected}, got {value!r}")

@@ -21,7 +21,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import linear_step
 from .compare import add_run_arguments, carry_out
-from .inputs import FORGET_BIAS, draw_steps, forget, made_once
+from .inputs import Sizes, draw_steps, forget, made_once
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .runner import Contest
@@ -34,20 +34,15 @@ SHAPES = parse_shapes("64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x
 
 
 def step_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
+    shape: Shape, dtype: torch.dtype, device: torch.device, layout: str, seed: int, forget_bias: float
 ) -> dict[str, Tensor]:
     """q, k, v, i, f and c, n, m of T steps [B, NH, T, ...], N(0, 1), f + forget_bias; those of one step
     are contiguous. dtype: of q, k, v and of the state. layout means nothing."""
-    dims: dict[str, tuple[int, ...]]
-    dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}
-    dims |= {"c": (shape.K, shape.V), "n": (shape.K,), "m": (1,)}
-    of = {name: ((shape.H, *own), torch.float32 if name in "if" else dtype) for name, own in dims.items()}
-    found = draw_steps(of, shape, device, seed)
+    keys, values = (shape.H, shape.K), (shape.H, shape.V)
+    sizes: Sizes = {"q": (keys, dtype), "k": (keys, dtype), "v": (values, dtype)}
+    sizes |= dict.fromkeys("if", ((shape.H, 1), torch.float32))
+    sizes |= {"c": ((*keys, shape.V), dtype), "n": (keys, dtype), "m": ((shape.H, 1), dtype)}
+    found = draw_steps(sizes, shape, device, seed)
     found["f"] += forget_bias
     return found
 
@@ -93,24 +88,15 @@ BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
 OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
-VARIANTS = [Variant(name) for name in ("tk", IN_PLACE, "triton", "reference")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench step`."""
-    parser.add_argument(
-        "--op",
-        type=names((MLSTM, *linear_step.OPERATORS)),
-        default=[MLSTM],
-        metavar="OP,..",
-        help=f"of {MLSTM}, {', '.join(linear_step.OPERATORS)} (default: {MLSTM})",
-    )
-    parser.add_argument(
-        "--shapes",
-        type=argument(parse_shapes),
-        metavar="SHAPES",
-        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
-    )
+    ops = (MLSTM, *linear_step.OPERATORS)
+    told = f"of {', '.join(ops)} (default: {MLSTM})"
+    parser.add_argument("--op", type=names(ops), default=[MLSTM], metavar="OP,..", help=told)
+    told = "as compare takes them, T steps on states of their own (default: batch 1 to 256)"
+    parser.add_argument("--shapes", type=argument(parse_shapes), metavar="SHAPES", help=told)
     add_run_arguments(parser)
 
 
@@ -121,19 +107,18 @@ def run(args: argparse.Namespace) -> int:
     contests = []
     for op in args.op:
         operator: Operator = OPERATOR
-        shapes = SHAPES
-        variants = VARIANTS if on_gpu else VARIANTS[-1:]
+        shapes, kernels = SHAPES, ["tk", IN_PLACE, "triton"]
         if op != MLSTM:
-            operator, shapes = linear_step.OPERATORS[op], linear_step.shapes_of(op)
-            variants = linear_step.variants_of(op, on_gpu=on_gpu)
+            operator = linear_step.OPERATORS[op]
+            shapes, kernels = linear_step.shapes_of(op), linear_step.kernels_of(op)
+        variants = [Variant(name) for name in (*(kernels if on_gpu else ()), "reference")]
         shapes = args.shapes or (shapes if on_gpu else (Shape(2, 3, 2, 16, 32),))
         for shape in shapes:
             operator.check_shape(shape)
             if shape.N is not None:
                 raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
-        contests += [
-            Contest(operator, "fwd", shape, variants) for shape in (shapes[:1] if args.quick else shapes)
-        ]
+        chosen = shapes[:1] if args.quick else shapes
+        contests += [Contest(operator, "fwd", shape, variants) for shape in chosen]
     try:
         return carry_out(args, contests)
     finally:
