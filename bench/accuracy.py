@@ -44,21 +44,18 @@ def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.devic
 
 
 def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps: in the
-    forward the inputs, h twice and one chunk's states, by autograd all chunks'. padded: as `Picks.padded`."""
+    """How many pairs the reference may take at a time, by the fp64 tensors that it keeps: in the forward
+    ("fwd") the inputs, h twice and one chunk's states, by autograd ("fwdbwd") all chunks', in the form
+    "recurrent" every token's; 0 where that takes too long. padded: as `Picks.padded`."""
     count, length = padded
-    per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
+    states, per_token, chunks = shape.K * shape.V, 2 * (shape.K + 1) + 3 * shape.V, 1
     if which == "fwdbwd":
         per_token, chunks = 6 * (shape.K + shape.V) + 6 * CHUNK, length // CHUNK + 1
-    kept = 8 * count * shape.group * (length * per_token + chunks * 4 * shape.K * shape.V)
-    return max(1, SLICE_BYTES[device.type] // kept)
-
-
-def recurrent_slice_size(shape: Shape, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs autograd through the recurrent form may take at a time; 0 where it takes too long."""
-    count, length = padded
-    kept = 8 * KEPT_PER_STEP * count * length * shape.group * shape.K * shape.V
-    return SLICE_BYTES[device.type] // kept if length <= RECURRENT_TOKENS else 0
+    if which == "recurrent":
+        per_token, chunks = KEPT_PER_STEP * states, 0
+    kept = 8 * count * shape.group * (length * per_token + chunks * 4 * states)
+    too_long = which == "recurrent" and length > RECURRENT_TOKENS
+    return 0 if too_long else SLICE_BYTES[device.type] // kept
 
 
 @dataclass(frozen=True)
@@ -229,13 +226,10 @@ def compute_truth(
     # the padding of packed sequences changes their last states
     assert picks.sequences is None or len(cotangents) <= 1
     form, function = "chunkwise", partial(operator.truth, chunk_size=CHUNK)
-    size = slice_size(shape, which, device, picks.padded)
-    if recurrent and operator.recurrent and (fits := recurrent_slice_size(shape, device, picks.padded)):
+    size = max(1, slice_size(shape, which, device, picks.padded))
+    if recurrent and operator.recurrent and (fits := slice_size(shape, "recurrent", device, picks.padded)):
         form, function, size = "recurrent", partial(operator.recurrent), fits
-    given = {kind: dict(cotangents) for kind in kinds}
-    if cotangents and tuple(kinds) != (AS_GIVEN,):
-        for changed in given.values():
-            changed[output] = changed[output].clone()
+    given = {kind: {name: x.clone() for name, x in cotangents.items()} for kind in kinds}
     # a gradient that is a sum over the whole call is told where all of it is picked
     dropped = {f"d{name}" for name in operator.parameters} if picks.left_out else set()
     parts: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in kinds}

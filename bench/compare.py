@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from . import environment, plots, report, results
-from .ceilings import measure_ceilings
 from .inputs import LAYOUTS
 from .operators import FUNCTIONS, OPERATORS, Operator
 from .runner import FAILED, UNSUPPORTED, Contest, Outcome, Settings, run_contest, unserved
-from .session import Session, make_console
 from .shapes import PASSES, SETS, Shape, parse_shapes
-from .timing import CudaStopwatch, Plan, Stopwatch
+from .timing import CudaStopwatch, Plan, Stopwatch, measure_ceilings
 from .tuning import configs_compiled_by
 from .usage import UsageError, add_options, argument, listed, names, positive
 from .variants import COMPARED, FAMILIES, check_named, find_variants
@@ -101,7 +99,7 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
         except UsageError as error:
             if shape == shapes[-1] and not found:
                 raise UsageError(f"--shapes: {error}") from error
-            make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
+            environment.make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
         else:
             found.append(shape)
     return found
@@ -112,7 +110,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     the exit status."""
     if args.plot:
         plots.check_path(args.plot)
-    session = Session(args)
+    session = environment.Session(args)
     settings = _settings(args, session)
     _print_head(session, settings)
     outcomes: list[Outcome] = []
@@ -139,7 +137,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
-def _settings(args: argparse.Namespace, session: Session) -> Settings:
+def _settings(args: argparse.Namespace, session: environment.Session) -> Settings:
     device, on_gpu = session.device, session.on_gpu
     plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
     return Settings(
@@ -155,7 +153,7 @@ def _settings(args: argparse.Namespace, session: Session) -> Settings:
     )
 
 
-def _print_head(session: Session, settings: Settings) -> None:
+def _print_head(session: environment.Session, settings: Settings) -> None:
     conditions = report.conditions_title(settings.layout, settings.forget_bias)
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
     told = f"{environment.heading(session.facts)}; {inputs}; run {session.facts['run']}\n"

@@ -10,6 +10,7 @@ Exit status: 0 done; 1 where a model fails, or the kernels have not served every
 import argparse
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 from tfla_tk.integrations import fla as integration
 
 from . import environment, fla, report, results
-from .results import GENERATED
+from .results import GENERATED, Row
 from .runner import FAILED, release, verdict_on
-from .session import Session
 from .shapes import ModelShape
 from .timing import Stopwatch, Timing
-from .usage import add_options, argument, positive
+from .usage import add_options
 
 PROMPT = 16
+FULL, QUICK = (128, 5), (16, 2)  # tokens of a text, timed texts
 PAD, END = 0, 1
 VARIANTS = ("tk", fla.VARIANT)
 TOKENS = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 2}
@@ -102,9 +103,6 @@ ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench generate`."""
-    add = parser.add_argument
-    add("--new", type=argument(positive), default=128, metavar="N", help="tokens of a text (default: 128)")
-    add("--repeats", type=argument(positive), default=5, metavar="N", help="timed runs (default: 5)")
     add_options(parser, "--json", "--update-results", "--commit")
     add_options(parser, "--seed", help="of weights and prompts (default: 0)")
     add_options(parser, "--quick", help="batch 1, 16 tokens, 2 runs")
@@ -112,33 +110,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the models, print their tables and keep the rows; returns the exit status."""
-    session = Session(args)
-    if args.quick:
-        args.new, args.repeats = 16, 2
+    session = environment.Session(args)
+    new, repeats = QUICK if args.quick else FULL
     batches = (1,) if args.quick or not session.on_gpu else (1, 64)
     told = f"run {session.facts['run']}; prompts of {PROMPT} tokens"
     session.console.print(f"{environment.heading(session.facts)}; {told}")
     failed: list[str] = []
     for name, sizes in (ON_A_GPU if session.on_gpu else ON_A_CPU).items():
+        model_title = results.TITLES[name]
+        rows: list[Row] = []
         try:
-            rows, refused = _measure(name, sizes, args, session, batches)
+            torch.manual_seed(args.seed)
+            dtype = torch.bfloat16 if session.on_gpu else torch.float32
+            model = MAKE[name](sizes).to(session.device, dtype).eval()
+            for batch in batches:
+                prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=session.device)
+                found = _measure(model, prompt, new, repeats, session)
+                for variant, (times, refused) in found.items():
+                    rows.append(_row(name, sizes.shape(batch, new), variant, times, session))
+                    failed += [f"{model_title}, B{batch}: {told}" for told in refused]
         except Exception as error:  # of a package of others: the next model may run
-            failed.append(f"{results.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
+            failed.append(f"{model_title}: {FAILED}: {verdict_on(error)[1]}")
             continue
         finally:
             integration.restore()
             release(session.device)
-        failed += refused
-        fla_ms = {row["shape"]["B"]: row["ms"] for row in rows if row["backend"] == fla.VARIANT}
-        lines = []
-        for row in rows:
-            batch, ms = row["shape"]["B"], row["ms"]
-            cells = {"B": str(batch), "ms a token": report.milliseconds(ms / args.new)}
-            cells["tokens/s"] = f"{batch * args.new / ms * 1e3:,.0f}"
-            if batch in fla_ms:
-                cells["speed-up"] = f"{fla_ms[batch] / ms:.2f}x"
-            lines.append((row["backend"], cells))
-        title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], args.new)}"
+        lines = [(row["backend"], _cells(row, rows)) for row in rows]
+        title = f"{model_title}, {sizes.shape(batches[-1], new)}"
         session.print_table(title, report.filled_table("variant", lines))
         session.add(rows)
     session.print_lines(f"  {line}" for line in failed)
@@ -147,31 +145,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    name: str, sizes: Sizes, args: argparse.Namespace, session: Session, batches: tuple[int, ...]
-) -> tuple[list[results.Row], list[str]]:
-    """Rows by batch and variant, and what of their last texts the kernels have not served."""
-    on_gpu, device = session.on_gpu, session.device
-    torch.manual_seed(args.seed)
-    model: Any = MAKE[name](sizes).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
-    stopwatch = Stopwatch(device)
+    model: Any, prompt: Tensor, new: int, repeats: int, session: environment.Session
+) -> dict[str, tuple[Timing, list[str]]]:
+    """By variant the times of a text, and what of the last one the kernels have not served."""
+    stopwatch = Stopwatch(session.device)
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if session.on_gpu else 1]}
+    refused: dict[str, list[str]] = {}
+    for _ in range(repeats + 1):
+        for variant, own in times.items():
+            ms, refused[variant] = _one_text(model, variant, prompt, new, stopwatch, on_gpu=session.on_gpu)
+            own.append(ms)
+    # the first text compiles
+    return {variant: (Timing.of(own[1:]), refused[variant]) for variant, own in times.items()}
+
+
+def _row(name: str, shape: ModelShape, variant: str, times: Timing, session: environment.Session) -> Row:
+    backend, dtype = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
     note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
     more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **session.facts}
-    rows, refused = [], []
-    for batch in batches:
-        prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=device)
-        times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if on_gpu else 1]}
-        for turn in range(args.repeats + 1):
-            for variant, own in times.items():
-                ms, others = _one_text(model, variant, prompt, args.new, stopwatch, on_gpu=on_gpu)
-                if turn > 0:  # the first one compiles
-                    own.append(ms)
-                if turn == args.repeats:
-                    refused += [f"{results.TITLES[name]}, B{batch}: {told}" for told in others]
-        for variant, own in times.items():
-            backend, dtype = (variant, "bf16") if on_gpu else ("reference", "fp32")
-            shape = sizes.shape(batch, args.new)
-            rows.append(results.new_row(name, shape, "decode", backend, dtype, Timing.of(own), **more))
-    return rows, refused
+    return results.new_row(name, shape, "decode", backend, dtype, times, **more)
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
+    batch, new = row["shape"]["B"], row["shape"]["T"]
+    cells = {"B": str(batch), "ms a token": report.milliseconds(row["ms"] / new)}
+    cells["tokens/s"] = f"{batch * new / row['ms'] * 1e3:,.0f}"
+    for other in rows:
+        if other["backend"] == fla.VARIANT and other["shape"] == row["shape"]:
+            cells["speed-up"] = f"{other['ms'] / row['ms']:.2f}x"
+    return cells
 
 
 def _one_text(
@@ -181,20 +183,11 @@ def _one_text(
     integration.restore()
     if variant == "tk":
         integration.accelerate()
-
-    def step() -> None:
-        with torch.no_grad():
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-            )
-
-    ms = stopwatch.run(step)()
-    paths = integration.paths()
-    wanted = "tk" if on_gpu else "reference"
+    lengths = {"max_new_tokens": new, "min_new_tokens": new}
+    mask = torch.ones_like(prompt)
+    generate = partial(model.generate, prompt, attention_mask=mask, do_sample=False, **lengths)
+    ms = stopwatch.run(torch.no_grad()(generate))()
+    paths, wanted = integration.paths(), "tk" if on_gpu else "reference"
     others = [
         f"{function} was served by {backend} {count} times"
         for function, counts in paths.items()

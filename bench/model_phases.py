@@ -30,12 +30,10 @@ AGREEMENT = "agreement"
 TRUTH, NOISE = FP32_NATIVE, "reference"  # of the agreement; the noise is that of the reference in bf16
 INPUT_BIAS, FORGET_BIASES = -3.0, (3.0, 6.0)
 # chunkwise kernel, chunk size and step kernel; the step does not depend on the chunks
-NATIVE = ("chunkwise--native_autograd", 64, "native")
+BASELINES = {"native": ("chunkwise--native_autograd", 64, "native")}
 # the fastest correct one on record, and the step beside it
 TRITON, STEP = "triton:xl_chunk_128", "triton:step"
-BASELINES = {"native": NATIVE, **dict.fromkeys((TRITON, STEP), ("chunkwise--triton_xl_chunk", 128, "triton"))}
-# Triton 3.6 aborts the process when it compiles the forward kernel of these over 16-bit gates
-FP32_GATES = frozenset({TRITON})
+BASELINES |= dict.fromkeys((TRITON, STEP), ("chunkwise--triton_xl_chunk", 128, "triton"))
 
 LOSS_TOKENS = 1024  # of a sequence whose logits are in memory at a time, while training
 TEXT_BYTES = 2**20
@@ -44,10 +42,6 @@ GRADIENT_NORM = 1.0  # that gradients are clipped to
 # the mLSTM kernels of this package and of mlstm_kernels; the latter compiles gate arithmetic by inductor
 KERNELS = ("mlstm", "recurrent_step_fw_kernel")
 INDUCTOR = "triton_"
-
-
-# no memory, or a GPU that has failed: no fault of a variant alone
-NO_FAULT = torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class Losses(NamedTuple):
@@ -111,6 +105,7 @@ class Outcome(Verdict):
     """What became of a variant in a phase. rows: by batch, without what all rows of a run share. errors: of
     the agreement, by the phase that they are of."""
 
+    raised = torch.OutOfMemoryError, torch.AcceleratorError  # a GPU that has failed
     variant: str
     rows: dict[int, Row] = field(default_factory=dict)
 
@@ -137,22 +132,19 @@ def perform(task: Task) -> tuple[Task, list[Outcome]]:
 Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
 
 
-def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+def build(task: Task, mode: str, dtype: torch.dtype) -> Any:
     """An xLSTMLarge with weights from the seed, on the task's device. Its gates start between short and
     long memory, and from an input bias at which losses of the first steps repeat within rounding."""
     large = importlib.import_module("xlstm.xlstm_large.model")
-    kernel, chunk_size, step = NATIVE
     config = large.xLSTMLargeConfig(
         embedding_dim=task.width,
         num_heads=task.heads,
-        num_blocks=layers or task.layers,
+        num_blocks=task.layers,
         vocab_size=task.vocabulary,
         mode=mode,
         return_last_states=True,  # without it xLSTMLarge cannot unpack what its layers return
-        chunkwise_kernel=kernel,
+        **dict(zip(("chunkwise_kernel", "chunk_size", "step_kernel"), BASELINES["native"], strict=True)),
         sequence_kernel="native_sequence__native",
-        step_kernel=step,
-        chunk_size=chunk_size,
     )
     torch.manual_seed(task.seed)
     with task.device:
@@ -181,7 +173,7 @@ def bindings(model: nn.Module, variant: str) -> Bound:
         config.chunkwise_kernel, config.chunk_size, config.step_kernel = BASELINES[variant]
     xlstm.restore(model)
     found = [(layer, modules.functions(layer)) for layer in layers]
-    if variant in FP32_GATES:
+    if variant == TRITON:  # Triton 3.6 aborts the process when it compiles the kernel over 16-bit gates
         found = [(layer, (*given[:3], *map(_with_fp32_gates, given[3:]))) for layer, given in found]
     return found
 
@@ -223,11 +215,13 @@ def measure(task: Task) -> list[Outcome]:
         if outcome.status != OK:
             return None
         bind(bound[outcome.variant])
-        return outcome.run(work, raised=NO_FAULT)
+        return outcome.run(work)
 
-    def add(outcome: Outcome, batch: int, key: str, figure: float | None, digits: int) -> None:
-        if outcome.status == OK and figure is not None:
-            outcome.rows[batch][key] = rounded(figure, digits)
+    def add(batch: int, key: str, work: Callable[[], float | None], digits: int) -> None:
+        for outcome in outcomes:
+            figure = run(outcome, work)
+            if figure is not None:
+                outcome.rows[batch][key] = rounded(figure, digits)
 
     for batch in task.batches:
         step = make_step(batch)
@@ -242,14 +236,10 @@ def measure(task: Task) -> list[Outcome]:
         for outcome in outcomes:
             if outcome.status == OK:
                 outcome.rows[batch] = _row(task, batch, outcome.variant, singles[outcome.variant])
-        for outcome in outcomes if by_events else ():
-            graph_ms = run(outcome, partial(_graph_ms, task, step, stopwatch))
-            add(outcome, batch, "graph_ms", graph_ms, 5)
+        if by_events:
+            add(batch, "graph_ms", partial(_graph_ms, task, step, stopwatch), 5)
     for batch in task.batches if task.on_gpu else ():
-        step = make_step(batch)
-        for outcome in outcomes:
-            share = run(outcome, partial(_kernel_share, step, task.device))
-            add(outcome, batch, "kernel_share", share, 3)
+        add(batch, "kernel_share", partial(_kernel_share, make_step(batch), task.device), 3)
     return outcomes
 
 
@@ -369,7 +359,7 @@ def agreement(task: Task) -> list[Outcome]:
         compute = prepare(task)
         truth: tuple[Tensor, ...] = ()
         for outcome in outcomes:
-            found = outcome.run(partial(compute, outcome.variant), raised=NO_FAULT)
+            found = outcome.run(partial(compute, outcome.variant))
             truth = found if outcome.variant == TRUTH else truth
             if found and truth:
                 pairs = zip(kinds, found, truth, strict=True)
@@ -410,7 +400,7 @@ def _losses(task: Task) -> Compute:
     plan = task.losses
     if plan is None:
         return lambda name: ()
-    model = build(replace(task, vocabulary=256), "train", torch.float32, plan.layers)
+    model = build(replace(task, vocabulary=256, layers=plan.layers), "train", torch.float32)
     start = {name: x.clone() for name, x in model.state_dict().items()}
     text = make_text(TEXT_BYTES, task.seed)
     batches = windows(text, (plan.steps, plan.batch), plan.length + 1, task.seed).to(task.device)

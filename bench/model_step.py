@@ -20,22 +20,9 @@ from typing import Any
 import torch
 
 from . import environment, report
-from .model_phases import (
-    AGREEMENT,
-    BASELINES,
-    FP32_GATES,
-    NOISE,
-    STEP,
-    TRITON,
-    TRUTH,
-    Losses,
-    Outcome,
-    Task,
-    perform,
-)
+from .model_phases import AGREEMENT, BASELINES, NOISE, STEP, TRITON, TRUTH, Losses, Outcome, Task, perform
 from .results import Row, rounded
 from .runner import OK
-from .session import Session
 from .shapes import PHASES
 from .usage import add_options, names
 
@@ -87,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print their tables and keep the rows; returns the exit status. A run that is cut off
     leaves the rows of the phases before."""
-    session = Session(args)
+    session = environment.Session(args)
     tasks = tasks_of(args, session.device)
     model = tasks[0]
     session.console.print(
@@ -163,7 +150,7 @@ def make_rows(
         # NaN is no figure
         more: Row = {**facts, "rel_err": {TRUTH: rounded(error, 3)} if error == error else {}}
         if task.on_gpu:
-            more["note"] = NOTES[task.phase] + f"; {GATES_NOTE}" * (outcome.variant in FP32_GATES)
+            more["note"] = NOTES[task.phase] + f"; {GATES_NOTE}" * (outcome.variant == TRITON)
         rows += [row | more for row in outcome.rows.values()]
     return rows
 
@@ -176,7 +163,7 @@ def _title(task: Task) -> str:
     return f"Agreement: logits of {task.length} + {task.tokens} tokens, {task.layers} layers{steps}"
 
 
-def _print(session: Session, task: Task, outcomes: Sequence[Outcome]) -> None:
+def _print(session: environment.Session, task: Task, outcomes: Sequence[Outcome]) -> None:
     lines = [
         (outcome.variant, _cells(row, outcomes)) for outcome in outcomes for row in outcome.rows.values()
     ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import accuracy, fla, results, rivals, timing
 from .accuracy import AS_GIVEN, ORTHOGONAL, RANDOM, Truth
-from .ceilings import Ceilings
 from .inputs import DTYPES, cotangent_like
 from .operators import Operator, last_state_of, output_of, split_offsets
 from .results import BASELINES, DEFAULTS, Row, rounded
@@ -41,7 +40,7 @@ class Settings:
     plan: timing.Plan
     stopwatch: timing.Stopwatch
     provenance: Mapping[str, Any]
-    ceilings: Ceilings | None = None
+    ceilings: timing.Ceilings | None = None
 
 
 class Contest(NamedTuple):
@@ -58,16 +57,16 @@ class Verdict:
     """What became of something that was tried: its errors, by name, and the reason where it failed or
     nothing serves it."""
 
+    raised: ClassVar[tuple[type[Exception], ...]] = ()  # what is no fault of the work alone
     status: str = OK
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
 
-    def run(self, work: Callable[[], Any], *, raised: tuple[type[Exception], ...] = ()) -> Any:
-        """What the work gives; None where it raises, which is the verdict then, and others go on. raised:
-        what is no fault of the work alone, and raised again."""
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What the work gives; None where it raises, which is the verdict then, and others go on."""
         try:
             return work()
-        except raised:
+        except self.raised:
             raise
         except Exception as error:
             self.status, self.reason = verdict_on(error)
