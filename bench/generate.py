@@ -9,7 +9,7 @@ Exit status: 0 done; 1 where a model fails, or the kernels have not served every
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -24,8 +24,8 @@ HEADLINE = (
     ("gated_delta_rule", Shape(8, 8192, 16, 128, 128)),
 )
 
-# a column of a table: its header, and the cell of an item
-Columns = Sequence[tuple[str, Callable[[Any], str]]]
+# the columns of a table: a header, and the cell of a pair
+Columns = Sequence[tuple[str, Callable[[Pair], str]]]
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -41,7 +41,7 @@ def render(rows: Sequence[Row]) -> str:
             chosen = [row for row in own if row["pass"] == which]
             title = f"{results.TITLES[op]}, {PASS_TITLES[which]}"
             found = results.pairs(row for row in chosen if not results.sweep_only(row))
-            parts.append(_section(title, CONTEST, found, _origin(found)))
+            parts.append(_section(title, CONTEST, found))
             if op in PACKAGES:
                 parts.append(_packages(f"{title}, every package", chosen))
             parts += _sweeps(f"{title}, over the length", [row for row in chosen if results.in_sweep(row)])
@@ -111,28 +111,25 @@ def update(path: Path, rows: Sequence[Row]) -> bool:
     return new != text
 
 
-def _section(title: str, columns: Columns, items: Sequence[Any], caption: str) -> str:
-    """A heading, a table with a line per item, and what is said below it; empty where there is no item."""
+def _section(title: str, columns: Columns, items: Sequence[Pair], caption: str = "") -> str:
+    """A heading, a table with a line per item, and what is said below it, at its end the GPUs and the runs;
+    empty where there is no item."""
     if not items:
         return ""
     ruler = ["---", *["---:"] * (len(columns) - 1)]
     lines = [[cell(item) for _, cell in columns] for item in items]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in ([name for name, _ in columns], ruler, *lines))
-    return f"### {title}\n\n{table}\n\n{caption}"
+    gpus = sorted({item.shown["gpu"] for item in items if item.shown["gpu"]})
+    runs = sorted({item.shown["run"] for item in items})
+    origin = f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
+    return f"### {title}\n\n{table}\n\n{caption}{origin}"
 
 
-def _origin(found: Sequence[Pair | Row]) -> str:
-    """The GPUs and the runs."""
-    rows = [each.shown if isinstance(each, Pair) else each for each in found]
-    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
-    runs = sorted({row["run"] for row in rows})
-    return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
-
-
-# Cells of a row
+# Cells of a row; of a pair, "-" where the row is missing
 
 
 Cell = Callable[[Row], str]
+CellOfPair = Callable[[Pair], str]
 
 
 def _figure(key: str, text: Callable[[Any], str]) -> Cell:
@@ -149,11 +146,15 @@ def _variant(row: Row) -> str:
     return str(row["backend"].partition(":")[2])
 
 
-def _ours(cell: Cell) -> Callable[[Pair], str]:
+def _shown(cell: Cell) -> CellOfPair:
+    return lambda pair: cell(pair.shown)
+
+
+def _ours(cell: Cell) -> CellOfPair:
     return lambda pair: "-" if pair.ours is None else cell(pair.ours)
 
 
-def _theirs(cell: Cell) -> Callable[[Pair], str]:
+def _theirs(cell: Cell) -> CellOfPair:
     return lambda pair: "-" if pair.theirs is None else cell(pair.theirs)
 
 
@@ -163,11 +164,9 @@ def _speed_up(pair: Pair) -> str:
 
 # Tables
 
-MODEL = ("Model", lambda pair: str(results.shape_of(pair.shown)))
-PROBLEM: Columns = (
-    ("Shape", lambda pair: problem_title(pair.shown)),
-    ("dtype", lambda pair: pair.shown["dtype"]),
-)
+SHAPE = ("Shape", _shown(problem_title))
+MODEL = ("Model", _shown(lambda row: str(results.shape_of(row))))
+PROBLEM: Columns = (SHAPE, ("dtype", _shown(lambda row: row["dtype"])))
 TIMES: Columns = (
     ("tk ms", _ours(_ms)),
     ("baseline ms", _theirs(_ms)),
@@ -190,27 +189,25 @@ def _packages(title: str, rows: Sequence[Row]) -> str:
     """The times of several packages beside tk, one line per problem of which a run has more than one. The
     variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest."""
     by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
-    for row in rows:
-        if results.is_baseline(row):
-            by_contest.setdefault(results.contest_of(row), {})[row["backend"]] = row
+    for row in filter(results.is_baseline, rows):
+        by_contest.setdefault(results.contest_of(row), {})[row["backend"]] = row
 
     def packages(pair: Pair) -> dict[str, Row]:
         return by_contest.get(results.contest_of(pair.shown), {})
 
+    def against(name: str, cell: CellOfPair) -> CellOfPair:
+        return lambda pair: cell(pair._replace(theirs=packages(pair).get(name)))
+
     shown = [pair for pair in results.pairs(rows) if pair.ours and pair.theirs and len(packages(pair)) > 1]
     columns = [*PROBLEM, TIMES[0]]
     for name in sorted({name for pair in shown for name in packages(pair)}):
-
-        def against(cell: Callable[[Pair], str], name: str = name) -> Callable[[Pair], str]:
-            return lambda ours: cell(Pair(ours.shown, ours.ours, packages(ours).get(name)))
-
         columns += [
-            (f"{name.partition(':')[2]} ms", against(_theirs(_ms))),
-            ("speed-up", against(_speed_up)),
-            ("error", against(_theirs(_error))),
-            ("peak MB", against(_theirs(_memory))),
+            (f"{name.partition(':')[2]} ms", against(name, _theirs(_ms))),
+            ("speed-up", against(name, _speed_up)),
+            ("error", against(name, _theirs(_error))),
+            ("peak MB", against(name, _theirs(_memory))),
         ]
-    return _section(title, columns, shown, _origin(shown))
+    return _section(title, columns, shown)
 
 
 def _hosts(title: str, rows: Sequence[Row]) -> str:
@@ -222,23 +219,21 @@ def _hosts(title: str, rows: Sequence[Row]) -> str:
         if wanted and {"launch_us", "host_us"} <= row.keys() and row["date"] >= latest.get(key, row)["date"]:
             latest[key] = row
     columns: Columns = (
-        ("Shape", problem_title),
-        ("pass", lambda row: PASS_TITLES[row["pass"]]),
-        ("backend", lambda row: row["backend"]),
-        ("call ms", _ms),
-        ("graph ms", _graph_ms),
-        ("host us", lambda row: f"{row['host_us']:.0f}"),
-        ("launches", lambda row: str(row["launches"])),
-        ("beyond them us", lambda row: f"{row['host_us'] - row['launch_us']:.0f}"),
+        SHAPE,
+        ("pass", _shown(lambda row: PASS_TITLES[row["pass"]])),
+        ("backend", _shown(lambda row: row["backend"])),
+        ("call ms", _shown(_ms)),
+        ("graph ms", _shown(_graph_ms)),
+        ("host us", _shown(_figure("host_us", "{:.0f}".format))),
+        ("launches", _shown(_figure("launches", str))),
+        ("beyond them us", _shown(lambda row: f"{row['host_us'] - row['launch_us']:.0f}")),
     )
-    found = list(latest.values())
-    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel."
-    return _section(title, columns, found, f"{caption}\n\n{_origin(found)}")
+    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel.\n\n"
+    return _section(title, columns, [Pair(row, None, None) for row in latest.values()], caption)
 
 
 def _steps(op: str, rows: Sequence[Row]) -> str:
     """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
-    found = results.pairs(rows)
     header, other = "V-first ms", f"tk{results.V_FIRST}"
     if op == results.STEP:
         header, other = "in place ms", results.IN_PLACE
@@ -251,7 +246,7 @@ def _steps(op: str, rows: Sequence[Row]) -> str:
     columns: Columns = (
         *PROBLEM,
         ("tk ms", _ours(_graph_ms)),
-        (header, lambda pair: _graph_ms(others.get(results.contest_of(pair.shown), {}))),
+        (header, _shown(lambda row: _graph_ms(others.get(results.contest_of(row), {})))),
         ("Triton ms", _theirs(_graph_ms)),
         ("speed-up", lambda pair: _speed_up(_through_graphs(pair) or Pair(pair.shown, None, None))),
         ("of the copy rate", _ours(of_copy_rate)),
@@ -259,8 +254,8 @@ def _steps(op: str, rows: Sequence[Row]) -> str:
         ("plain call, Triton ms", _theirs(_ms)),
         ("error", _ours(_error)),
     )
-    caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
-    return _section(results.TITLES[op], columns, found, f"{caption}; {_origin(found)}")
+    caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls; "
+    return _section(results.TITLES[op], columns, results.pairs(rows), caption)
 
 
 def _through_graphs(pair: Pair) -> Pair | None:
@@ -274,12 +269,13 @@ def _through_graphs(pair: Pair) -> Pair | None:
 def _sweeps(title: str, rows: Sequence[Row]) -> list[str]:
     """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
     parts = []
-    columns: Columns = (("T", lambda pair: str(pair.shown["shape"]["T"])), *TIMES)
+    columns: Columns = (("T", _shown(lambda row: str(row["shape"]["T"]))), *TIMES)
+    heads = f"H{SWEEP[0].H} {SWEEP[0].K}/{SWEEP[0].V}"
     for dtype in sorted({row["dtype"] for row in rows if results.sweep_only(row)}):
         found = results.pairs(row for row in rows if row["dtype"] == dtype)
         found.sort(key=lambda pair: pair.shown["shape"]["T"])
-        what = f"B x T = {SWEEP_TOKENS:,}, H{SWEEP[0].H} {SWEEP[0].K}/{SWEEP[0].V}, {dtype}"
-        caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
+        flatness = f"flatness of tk (max / min): {_flatness(found)}"
+        caption = f"B x T = {SWEEP_TOKENS:,}, {heads}, {dtype}; {flatness}; "
         parts.append(_section(title, columns, found, caption))
     return parts
 
@@ -304,8 +300,7 @@ def _generated(op: str, rows: Sequence[Row]) -> str:
         ("tokens/s, FLA", _theirs(_tokens_per_s)),
         ("speed-up", _speed_up),
     )
-    found = results.pairs(rows)
-    return _section(results.TITLES[op], columns, found, f"Plain calls of generate(); {_origin(found)}")
+    return _section(results.TITLES[op], columns, results.pairs(rows), "Plain calls of generate(); ")
 
 
 def _models(rows: Sequence[Row]) -> str:
@@ -315,8 +310,8 @@ def _models(rows: Sequence[Row]) -> str:
     graphs = {id(pair.shown): _through_graphs(pair) for pair in found}
     found = [graphs[id(pair.shown)] or pair for pair in found]
 
-    def phase(pair: Pair) -> str:
-        return PASS_TITLES[pair.shown["pass"]] + ", CUDA graph" * bool(graphs[id(pair.shown)])
+    def phase(row: Row) -> str:
+        return PASS_TITLES[row["pass"]] + ", CUDA graph" * bool(graphs[id(row)])
 
     def error(row: Row) -> str:
         return f"{row['rel_err'][results.FP32_NATIVE]:.1e}" if results.FP32_NATIVE in row["rel_err"] else "-"
@@ -327,8 +322,8 @@ def _models(rows: Sequence[Row]) -> str:
         "peak GB": _figure("peak_mem_mb", lambda mb: f"{mb / 1024:.1f}"),
         "error": error,
     }
-    columns: list[tuple[str, Callable[[Any], str]]] = [
-        ("Phase", phase),
+    columns: list[tuple[str, CellOfPair]] = [
+        ("Phase", _shown(phase)),
         MODEL,
         ("tk ms", _ours(_ms)),
         ("Triton ms", _theirs(_ms)),
@@ -340,22 +335,20 @@ def _models(rows: Sequence[Row]) -> str:
     caption = (
         "Peak: all that is allocated. mLSTM kernels: their share of the GPU's time. Error: against "
         "mlstm_kernels' fp32 native path, of logits relative Frobenius, of training the largest difference "
-        "of the first losses in nats"
+        "of the first losses in nats; "
     )
-    return _section(results.TITLES[results.MODEL], columns, found, f"{caption}; {_origin(found)}")
+    return _section(results.TITLES[results.MODEL], columns, found, caption)
 
 
 def _ablation(op: str, rows: Sequence[Row]) -> str:
-    """ms with and without overlap, each line from one run, the latest with both; empty where none has."""
+    """ms without overlap, as theirs, and with it, each line from one run, the latest with both; empty where
+    none has."""
     contests: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["schedule"]:
             contests.setdefault(results.contest_of(row), {})[row["schedule"]] = row
-    both = [found for found in contests.values() if len(found) == len(results.SCHEDULES)]
-    latest = list({results.problem_of(found["sequential"]): found for found in both}.values())
-    columns: Columns = (
-        ("Shape", lambda found: problem_title(found["sequential"])),
-        *((f"{name} ms", lambda found, name=name: _ms(found[name])) for name in results.SCHEDULES),
-    )
-    origin = _origin([found["sequential"] for found in latest])
-    return _section(f"{results.TITLES[op]}, forward without and with overlap", columns, latest, origin)
+    both = [[found[each] for each in results.SCHEDULES] for found in contests.values() if len(found) == 2]
+    latest = {results.problem_of(theirs): Pair(theirs, ours, theirs) for theirs, ours in both}
+    columns: Columns = (SHAPE, ("sequential ms", _theirs(_ms)), ("overlapped ms", _ours(_ms)))
+    title = f"{results.TITLES[op]}, forward without and with overlap"
+    return _section(title, columns, list(latest.values()))
