@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .inputs import OFFSETS
+from .inputs import OFFSETS, Named
 from .operators import Operator, last_state_of, output_of, split_offsets
 from .shapes import CHUNK, Shape, cost
 
@@ -136,7 +136,7 @@ class Picks:
         return {"g_gamma": self._grouped(every[None])[0, self.head].flatten()}
 
 
-def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tensor]) -> Picks:
+def pick(operator: Operator, shape: Shape, which: str, inputs: Named) -> Picks:
     """What of a call with these inputs is compared with the truth."""
     device = inputs["v"].device
     pairs = torch.tensor(pick_pairs(operator, shape, which, device), device=device)
@@ -178,7 +178,7 @@ class Truth:
     shape: Shape
     form: str
 
-    def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
+    def errors(self, kind: str, found: Named) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
         A parameter's gradient is left out where not everything was picked."""
         values = self.values[kind]
@@ -205,8 +205,8 @@ class Truth:
 def compute_truth(
     operator: Operator,
     shape: Shape,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
+    inputs: Named,
+    cotangents: Named,
     *,
     kinds: Sequence[str] = (RANDOM,),
     recurrent: bool = False,
@@ -273,28 +273,17 @@ def compute_truth(
 
 
 def _adjust(
-    operator: Operator,
-    part: Picks,
-    kind: str,
-    cotangent: Tensor,
-    output: Tensor,
-    leaves: Mapping[str, Tensor],
+    operator: Operator, part: Picks, kind: str, cotangent: Tensor, output: Tensor, leaves: Named
 ) -> None:
     """Make of the picked part of an output gradient, in place, what its kind says."""
     if kind == AS_GIVEN or (kind == RANDOM and operator.at_kink is None):
         return
     own = part.take(operator, operator.output, cotangent).double()
-    if kind == ORTHOGONAL:
-        own = _orthogonal(own, output)
+    if kind == ORTHOGONAL:  # without its part along the output row
+        own -= (own * output).sum(-1, keepdim=True) / output.square().sum(-1, keepdim=True) * output
     elif operator.at_kink is not None:
         own = own.masked_fill(operator.at_kink(*(leaf.detach() for leaf in leaves.values()))[..., None], 0)
     part.put(operator, cotangent, own)
-
-
-def _orthogonal(cotangent: Tensor, output: Tensor) -> Tensor:
-    """Each row of the output gradient without its part along the output row."""
-    along = (cotangent * output).sum(-1, keepdim=True) / output.square().sum(-1, keepdim=True)
-    return cotangent - along * output
 
 
 def failures(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> list[str]:

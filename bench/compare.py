@@ -11,6 +11,7 @@ timed.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CudaStopwatch, Plan, Stopwatch, measure_ceilings
 from .tuning import configs_compiled_by
 from .usage import UsageError, add_options, argument, listed, names, positive
-from .variants import COMPARED, FAMILIES, check_named, find_variants
+from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
@@ -70,24 +71,30 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison that the options describe; returns the exit status."""
-    on_gpu = torch.cuda.is_available()
-    check_named([OPERATORS[op] for op in args.op], args.backends, rivals=True)
-    shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
     for op in args.op:
         if args.layout != LAYOUTS[0] and OPERATORS[op].layout != LAYOUTS[0]:
-            raise UsageError(
-                f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
-            )
-    variants = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu, rivals=True) for op in args.op}
-    served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
+            expected = f"expected {LAYOUTS[0]} for {op}, which has no other"
+            raise UsageError(f"--layout: {expected}, got {args.layout}")
+    default = SETS["main" if torch.cuda.is_available() else "small"]
     contests = [
-        Contest(OPERATORS[op], which, shape, variants[op])
-        for op in args.op
+        Contest(operator, which, shape, variants)
+        for operator, shapes, variants in problems(args, default, rivals=True)
         for which in args.passes
-        for shape in (served[op][:1] if args.quick else served[op])
-        if variants[op]
+        for shape in (shapes[:1] if args.quick else shapes)
+        if variants
     ]
     return carry_out(args, contests)
+
+
+def problems(
+    args: argparse.Namespace, default: Sequence[Shape], *, rivals: bool = False
+) -> list[tuple[Operator, list[Shape], list[Variant]]]:
+    """The operators that the options name, each with those of the shapes and of the backends that it has.
+    rivals: as `find_variants` takes it."""
+    chosen = [OPERATORS[op] for op in args.op]
+    check_named(chosen, args.backends, rivals=rivals)
+    find = partial(find_variants, backends=args.backends, on_gpu=torch.cuda.is_available(), rivals=rivals)
+    return [(operator, shapes_of(operator, args.shapes or default), find(operator)) for operator in chosen]
 
 
 def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:

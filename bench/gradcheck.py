@@ -33,7 +33,7 @@ from .results import TITLES, rounded
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, lifted_guard, release, unserved
 from .shapes import Shape, parse_shapes
 from .usage import UsageError, add_options, names
-from .variants import Variant, check_named, find_variants
+from .variants import Variant
 
 CPU_SHAPES = parse_shapes("2x64x2x16x32,1x100x2x32x64")
 # the third has a tail, the last is cut into segments
@@ -180,25 +180,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check what the options describe; returns the exit status."""
-    on_gpu = environment.current_device().type == "cuda"
-    check_named([OPERATORS[op] for op in args.op], args.backends)
-    shapes: Sequence[Shape] = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
-    if any(shape.T < 2 for shape in shapes):
+    on_gpu = torch.cuda.is_available()
+    given: Sequence[Shape] = args.shapes or ()
+    if any(shape.T < 2 for shape in given):
         raise UsageError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
-    if any(shape.N for shape in shapes) and any(CASES[name].last for name in args.cases or ()):
+    if any(shape.N for shape in given) and any(CASES[name].last for name in args.cases or ()):
         raise UsageError("--cases: expected none with +last for packed sequences, such as default+initial")
-    served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
-    variants_of = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu) for op in args.op}
-    problems = [(op, problem) for op in args.op for problem in PROBLEMS[op]]
     contests = [
-        (problem, shape, cases_of(problem, shape, args.cases), variants_of[op])
-        for op, problem in problems
-        for shape in served[op]
-        if variants_of[op]
+        (problem, shape, cases_of(problem, shape, args.cases), variants)
+        for operator, shapes, variants in compare.problems(args, GPU_SHAPES if on_gpu else CPU_SHAPES)
+        for problem in PROBLEMS[operator.name]
+        for shape in shapes
+        if variants
     ]
     session = environment.Session(args)
     settings = Settings(session.device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
-    _print_head(session, settings, [problem for _, problem in problems])
+    _print_head(session, settings, [problem for op in args.op for problem in PROBLEMS[op]])
     found: list[Checked] = []
     with report.make_progress() as bar:
         task = bar.add_task("", total=sum(len(cases) * len(variants) for _, _, cases, variants in contests))
@@ -237,12 +234,13 @@ def run_case(
     tensors, cotangents = make_case(operator, shape, case, *settings)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, kinds=(AS_GIVEN,), recurrent=True)
     del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks
+    limits = operator.tolerances(settings.dtype)
     found = []
     for variant in variants:
         outcome = Outcome(variant)
         with lifted_guard(operator, [variant], WHICH, settings.device) as lifted:
             outcome.notes += [f"{variant.call}: {fla.NOTE}"] * lifted
-            outcome.run(partial(check, outcome, tensors, cotangents, truth, AS_GIVEN, settings.dtype))
+            outcome.run(partial(check, outcome, tensors, cotangents, truth, AS_GIVEN, limits))
         found.append(Checked(operator, shape, case, truth.form, outcome))
         advance(f"{_title_of(operator)}, {shape}, {case}: {variant.call}")
     return found

@@ -6,7 +6,7 @@ what the forget gates are made of, at which the state remembers; at 12 they forg
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from .shapes import Shape
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = ("bnsd", "bsnd")  # contiguous [B, NH, S, K]; a transposed [B, S, NH, K], as models pass it
 FORGET_BIAS = 3.0
+Named = Mapping[str, Tensor]
 OFFSETS = "cu_seqlens"  # among the inputs: of packed sequences, not differentiated
 
 

@@ -15,7 +15,7 @@ modules are imported below a package without code in its place.
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.installed import find_package
 
-from .inputs import OFFSETS
+from .inputs import OFFSETS, Named
 
 FLASH_QLA, MAMBA = "tilelang:flash_qla", "triton:mamba_ssm"
 _FLASH_QLA_DIM = 128
@@ -35,7 +35,6 @@ _INSTALL_MAMBA = (
 MAMBA_CHUNK = 256  # that of its own layers
 
 
-Named = Mapping[str, Tensor]
 # what is differentiated, by the rival's names, and its call of these in their order, which gives the output
 Prepared = tuple[dict[str, Tensor], Callable[..., Tensor]]
 

@@ -15,7 +15,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import accuracy, fla, results, rivals, timing
 from .accuracy import AS_GIVEN, ORTHOGONAL, RANDOM, Truth
-from .inputs import DTYPES, cotangent_like
+from .inputs import DTYPES, Named, cotangent_like
 from .operators import Operator, last_state_of, output_of, split_offsets
 from .results import BASELINES, DEFAULTS, Row, rounded
 from .shapes import Shape, cost
@@ -92,11 +92,9 @@ def run_contest(
     operator, which, _, variants = contest
     outcomes = [Outcome(variant) for variant in variants]
     with lifted_guard(operator, variants, which, settings.device) as lifted:
+        of = {fla.VARIANT: fla.NOTE * lifted, **{name: each.note for name, each in rivals.RIVALS.items()}}
         for outcome in outcomes:
-            if outcome.variant.call == fla.VARIANT:
-                outcome.notes += [fla.NOTE] * lifted
-            if outcome.variant.call in rivals.RIVALS:
-                outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
+            outcome.notes += filter(None, [of.get(outcome.variant.call)])
         _check_and_time(contest, outcomes, settings, tell)
     return outcomes
 
@@ -130,8 +128,8 @@ def _check_and_time(
     for outcome, kind in zip(outcomes, kinds, strict=True):
         tell(outcome.variant.call)
         given = {operator.output: truth.cotangents[kind]} if drawn else {}
-        baseline = outcome.variant.family in BASELINES
-        work = partial(check, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline)
+        limits = operator.tolerances(settings.dtype, baseline=outcome.variant.family in BASELINES)
+        work = partial(check, outcome, inputs, given, truth, kind, limits)
         outcome.run(work)
         release(device)
     del truth, work  # gigabytes that nothing timed needs
@@ -146,12 +144,7 @@ def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
 
 
 def make_step(
-    operator: Operator,
-    variant: Variant,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    *,
-    unused: bool = False,
+    operator: Operator, variant: Variant, inputs: Named, cotangents: Named, *, unused: bool = False
 ) -> Callable[[], dict[str, Tensor]]:
     """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates. The
     results of a rival have its own names (`rivals.Rival.finish`). cotangents: of the output and, named as
@@ -190,17 +183,10 @@ def make_step(
 
 
 def check(
-    outcome: Outcome,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    truth: Truth,
-    kind: str,
-    dtype: str,
-    *,
-    baseline: bool = False,
+    outcome: Outcome, inputs: Named, cotangents: Named, truth: Truth, kind: str, tolerances: dict[str, float]
 ) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance. kind: of the output's
-    gradient. baseline: it is judged by the tolerances of the baselines."""
+    """Fill the outcome's errors, and stop it where they exceed the tolerances. kind: of the output's
+    gradient."""
     refuse_quadratic(outcome.variant, truth.shape)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
     step = make_step(truth.operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
@@ -209,7 +195,7 @@ def check(
     outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
     outcome.partial = bool(truth.picks.left_out)
     outcome.notes += filter(None, [truth.picks.left_out])
-    wrong = accuracy.failures(outcome.errors, truth.operator.tolerances(dtype, baseline=baseline))
+    wrong = accuracy.failures(outcome.errors, tolerances)
     if wrong:
         outcome.status, outcome.reason = FAILED, "error against fp64: " + ", ".join(wrong)
 
@@ -226,40 +212,33 @@ def refuse_quadratic(variant: Variant, shape: Shape) -> None:
 
 
 def _time(
-    contest: Contest,
-    outcomes: Sequence[Outcome],
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    settings: Settings,
+    contest: Contest, outcomes: Sequence[Outcome], inputs: Named, cotangents: Named, settings: Settings
 ) -> None:
     """Warm up, measure memory, time in rounds, and make the rows."""
     steps: dict[str, timing.Step] = {}
     repeats: dict[str, int] = {}
     memory: dict[str, int | None] = {}
 
-    def prepare(outcome: Outcome) -> None:
-        name = outcome.variant.call
-        step = make_step(contest.operator, outcome.variant, inputs, cotangents)
+    def prepare(variant: Variant) -> None:
+        step = make_step(contest.operator, variant, inputs, cotangents)
         estimate = timing.warm_up(step, settings.stopwatch, settings.plan.budget_ms)
-        memory[name] = timing.peak_memory(step, settings.device)
-        repeats[name] = settings.plan.repeats_for(estimate)
-        steps[name] = step
+        memory[variant.call] = timing.peak_memory(step, settings.device)
+        repeats[variant.call] = settings.plan.repeats_for(estimate)
+        steps[variant.call] = step
 
     for outcome in outcomes:
         if outcome.status == OK:
-            outcome.run(partial(prepare, outcome))
+            outcome.run(partial(prepare, outcome.variant))
     found = timing.interleave(steps, repeats, settings.stopwatch)
     for outcome in outcomes:
         name = outcome.variant.call
         if outcome.status == OK:
             always = contest.operator.runs_in_graphs
-            more = _other_times(steps[name], found[name], settings, always_graph=always)
+            more = _other_times(steps[name], found[name].ms, settings, always_graph=always)
             outcome.row = make_row(contest, outcome, settings, found[name], memory[name], **more)
 
 
-def _other_times(
-    step: timing.Step, found: timing.Timing, settings: Settings, *, always_graph: bool
-) -> dict[str, float]:
+def _other_times(step: timing.Step, ms: float, settings: Settings, *, always_graph: bool) -> dict[str, float]:
     """What else a row tells of a step on a GPU, by the row's keys. The host's time for one call, unless it
     is a long one. The time of CUDA-graph replays, the graph's kernels and the host's time to launch as
     many empty ones: for a step so short that its launches may dominate (below GRAPH_BELOW_MS, or mostly
@@ -268,15 +247,15 @@ def _other_times(
     if settings.device.type != "cuda":
         return more
     wait = settings.stopwatch.wait
-    if found.ms < timing.HOST_BELOW_MS:
+    if ms < timing.HOST_BELOW_MS:
         more["host_us"] = rounded(timing.host_us(step, wait), 3)
-    waits_for_host = more.get("host_us", 0) > 0.5e3 * found.ms
-    if always_graph or found.ms < timing.GRAPH_BELOW_MS or waits_for_host:
-        captured = timing.capture(step, settings.device)
-        if captured is not None:
-            replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
-            more["graph_ms"] = rounded(replayed.ms)
-        if captured is not None and captured.launches is not None:
+    if not (always_graph or ms < timing.GRAPH_BELOW_MS or more.get("host_us", 0) > 0.5e3 * ms):
+        return more
+    captured = timing.capture(step, settings.device)
+    if captured is not None:
+        replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
+        more["graph_ms"] = rounded(replayed.ms)
+        if captured.launches is not None:
             more["launches"] = captured.launches
             more["launch_us"] = rounded(captured.launches * timing.launch_us(wait), 3)
     return more
@@ -287,14 +266,16 @@ def make_row(
     outcome: Outcome,
     settings: Settings,
     found: timing.Timing,
-    peak_bytes: int | None,
-    **more: float,
+    peak: int | None,
+    **more: Any,
 ) -> Row:
-    """The results row of a timed variant; `more` by its keys."""
+    """The results row of a timed variant. peak: its memory in bytes. more: by the row's keys."""
     operator, which, shape, _ = contest
     least = cost(operator.name, shape, which, DTYPES[settings.dtype].itemsize)
-    ceilings = settings.ceilings
+    if settings.ceilings is not None:
+        more["roofline"] = rounded(settings.ceilings.roofline_ms(least) / found.ms, 3)
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
+    more |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
     orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
     omits = ["gradients without the normaliser's part, checked with dh orthogonal to h"] * orthogonal
     return results.new_row(
@@ -307,12 +288,10 @@ def make_row(
         schedule=outcome.variant.schedule,
         tflops=rounded(least.flops / found.ms / 1e9),
         gbps=rounded(least.bytes / found.ms / 1e6),
-        roofline=None if ceilings is None else rounded(ceilings.roofline_ms(least) / found.ms, 3),
-        peak_mem_mb=None if peak_bytes is None else peak_bytes / 2**20,
+        peak_mem_mb=None if peak is None else peak / 2**20,
         rel_err=outcome.errors,
         note="; ".join([*omits, *outcome.notes]),
         **settings.provenance,
-        **{key: value for key, value in given.items() if value != DEFAULTS[key]},
         **more,
     )
 
