@@ -38,12 +38,10 @@ class Operator:
     Attributes:
         name: as it stands in a results row.
         function: the public function of tfla_tk, which takes `backend=`; looked up when it is called.
-        inputs: makes the inputs, in the order of the function's parameters, and cu_seqlens where sequences
-            are packed.
-        truth: the reference's chunkwise form; it is called by keywords with fp64 inputs, chunk_size,
-            `options` and, where there is a `decay`, g_gamma.
+        inputs: makes the inputs, in the order of the function's parameters (see `inputs`).
+        truth, recurrent: the reference's chunkwise and recurrent form; called by keywords with fp64 inputs,
+            chunk_size (the chunkwise one), `options` and, where there is a `decay`, g_gamma.
         options: keyword arguments of function and truth besides the inputs.
-        recurrent: the reference's recurrent form, of the arguments of `truth` without chunk_size.
         layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
         output: the output's name in rows and tolerances.
         gates: names of the gates among the inputs.
@@ -52,16 +50,14 @@ class Operator:
         states: arguments of the initial state that have a gradient, each with its dims: letters of a Shape.
         constants: arguments of the initial state that have none, each with its size.
         last: the argument that asks for the last state, whose parts come in the order of `states`.
-        decay: of the number of heads and the device, the log decay of each head [H] in fp64; None where the
-            decay is a gate.
-        decay_options: keyword arguments of the public function alone that make this decay.
+        decay: of the number of heads and the device, the log decay of each head [H] in fp64, which the public
+            function has without, or with `decay_options`; None where the decay is a gate.
         has_value_heads: v may have more heads than q and k.
         at_kink: of the inputs in fp64, the rows [B, NH, S] where the gradient jumps and rounding decides it;
             None where it never does.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
-        baseline_tolerances: of the Triton kernel's output per dtype, where BASELINE_LIMITS is not what it is
-            judged by.
+        baseline_tolerances: of the Triton kernel's output per dtype, where it is not BASELINE_LIMITS'.
         baseline_unchecked: gradients of the Triton kernels that are reported and not checked.
         runs_in_graphs: a CUDA graph is how it is used, so that its replay is timed whatever a call takes.
     """
@@ -79,7 +75,7 @@ class Operator:
     states: dict[str, str] = field(default_factory=lambda: {"c_initial": "KV", "n_initial": "K"})
     constants: dict[str, int] = field(default_factory=dict)
     last: str = "return_last_states"
-    decay: Callable[[int, torch.device], Tensor] | None = None
+    decay: Callable[..., Tensor] | None = None
     decay_options: dict[str, Any] = field(default_factory=dict)
     has_value_heads: bool = False
     at_kink: Callable[..., Tensor] | None = None
@@ -152,11 +148,7 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
 
 
-LIGHTNING_LAYER = {"layer_idx": 4, "num_layers": 32}
-
-
-def _lightning_decay(heads: int, device: torch.device) -> Tensor:
-    return reference.lightning_log_decay(heads, **LIGHTNING_LAYER, dtype=torch.float64, device=device)
+LIGHTNING_LAYER: dict[str, Any] = {"layer_idx": 4, "num_layers": 32}
 
 
 def _linear(name: str, gates: str = "", form: str | None = None, **fields: Any) -> Operator:
@@ -240,13 +232,13 @@ OPERATORS: dict[str, Operator] = {
         _linear(
             "retention",
             form="simple_gla",
-            decay=lambda heads, device: reference.retention_log_decay(heads, torch.float64, device),
+            decay=partial(reference.retention_log_decay, dtype=torch.float64),
         ),
         _linear(
             "lightning",
             form="simple_gla",
             function="chunk_lightning_attn",
-            decay=_lightning_decay,
+            decay=partial(reference.lightning_log_decay, **LIGHTNING_LAYER, dtype=torch.float64),
             decay_options=LIGHTNING_LAYER,
         ),
         _linear("gla", "gk"),

@@ -19,6 +19,7 @@ from .inputs import DTYPES, Named, cotangent_like
 from .operators import Operator, last_state_of, output_of, split_offsets
 from .results import BASELINES, DEFAULTS, Row, rounded
 from .shapes import Shape, cost
+from .timing import Timing
 from .variants import Variant
 
 QUADRATIC_BYTES = 2**29
@@ -187,9 +188,9 @@ def check(
 ) -> None:
     """Fill the outcome's errors, and stop it where they exceed the tolerances. kind: of the output's
     gradient."""
-    refuse_quadratic(outcome.variant, truth.shape)
+    refuse_quadratic(outcome.variant, truth.picks.shape)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
-    step = make_step(truth.operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
+    step = make_step(truth.picks.operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
     accuracy.poison(v.numel() * v.element_size(), v.device)
     results = step()
     outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
@@ -262,12 +263,7 @@ def _other_times(step: timing.Step, ms: float, settings: Settings, *, always_gra
 
 
 def make_row(
-    contest: Contest,
-    outcome: Outcome,
-    settings: Settings,
-    found: timing.Timing,
-    peak: int | None,
-    **more: Any,
+    contest: Contest, outcome: Outcome, settings: Settings, found: Timing, peak: int | None, **more: Any
 ) -> Row:
     """The results row of a timed variant. peak: its memory in bytes. more: by the row's keys."""
     operator, which, shape, _ = contest
