@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tfla_tk.backends.tk.scalar_gate import forward
 
-from .compare import carry_out
+from .compare import add_run_arguments, carry_out
 from .operators import OPERATORS, Operator
 from .results import ABLATED, SCHEDULES
 from .runner import Contest
 from .shapes import MAIN
 from .variants import Variant
+
+add_arguments = add_run_arguments
 
 
 class Ablated(Operator):

@@ -286,9 +286,3 @@ def failures(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> li
         elif limit is not None and not error <= limit:
             found.append(f"{name} {error:.1e} > {limit:.1e}")
     return found
-
-
-def poison(nbytes: int, device: torch.device) -> None:
-    """Leave NaN in the allocator's free memory: an element that a kernel does not write shows as NaN."""
-    if device.type == "cuda":
-        torch.full((max(nbytes, 4) // 4,), float("nan"), device=device)

@@ -161,7 +161,7 @@ def _settings(args: argparse.Namespace, session: environment.Session) -> Setting
 
 
 def _print_head(session: environment.Session, settings: Settings) -> None:
-    conditions = report.conditions_title(settings.layout, settings.forget_bias)
+    conditions = report.conditions_title(vars(settings))
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
     told = f"{environment.heading(session.facts)}; {inputs}; run {session.facts['run']}\n"
     if settings.ceilings is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import accuracy, compare, environment, fla, report
 from .accuracy import AS_GIVEN
-from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
+from .inputs import DTYPES, FORGET_BIAS, LAYOUTS, normal_draws
 from .operators import OPERATORS, Operator, raw_delta_rule
 from .results import TITLES, rounded
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, check, lifted_guard, release, unserved
@@ -39,8 +39,6 @@ CPU_SHAPES = parse_shapes("2x64x2x16x32,1x100x2x32x64")
 # the third has a tail, the last is cut into segments
 GPU_SHAPES = parse_shapes("2x512x4x128x256,1x512x2x256x512,1x1000x2x64x64,1x8192x4x128x256")
 WHICH = "fwdbwd"
-
-
 RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 
 
@@ -55,9 +53,7 @@ def _problems(operator: Operator) -> tuple[Operator, ...]:
     return (operator,)
 
 
-PROBLEMS: dict[str, tuple[Operator, ...]] = {
-    name: _problems(operator) for name, operator in OPERATORS.items()
-}
+PROBLEMS = {name: _problems(operator) for name, operator in OPERATORS.items()}
 
 
 class Case(NamedTuple):
@@ -74,11 +70,7 @@ class Case(NamedTuple):
 # the mean of the forget gates' inputs; at 0 half of the state is forgotten in each step
 GATES = {"default": FORGET_BIAS, "normal": 0.0, "extreme": FORGET_BIAS}
 CASES = {str(case): case for case in itertools.starmap(Case, itertools.product(GATES, *[(False, True)] * 2))}
-DEFAULT_CASES = [
-    *(name for name, case in CASES.items() if case.gates == "default"),
-    "normal+initial+last",
-    "extreme+initial+last",
-]
+DEFAULT_CASES = [name for name in CASES if name.startswith("default") or name.endswith("+initial+last")]
 
 
 def cases_of(operator: Operator, shape: Shape, chosen: list[str] | None) -> list[Case]:
@@ -98,11 +90,7 @@ def make_case(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a call by their names, and the cotangents of the output and of the last states."""
     tensors = operator.inputs(shape, DTYPES[dtype], device, LAYOUTS[0], seed, GATES[case.gates])
-    generator = torch.Generator(device).manual_seed(seed + 1)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device)
-
+    normal = normal_draws(device, seed + 1)
     rows = (shape.N or shape.B, shape.value_heads)
     states = {name: (*rows, *(getattr(shape, dim) for dim in dims)) for name, dims in operator.states.items()}
     # drawn head-first, whatever the layout

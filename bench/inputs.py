@@ -5,10 +5,11 @@ memory order of q, k, v, one of LAYOUTS, a seed (equal seeds give equal values o
 what the forget gates are made of, at which the state remembers; at 12 they forget nothing.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def mlstm_inputs(
 ) -> dict[str, Tensor]:
     """q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S] of one mLSTM call, N(0, 1), and f + forget_bias;
     and cu_seqlens where sequences are packed."""
-    normal = _normal(device, seed)
+    normal = normal_draws(device, seed)
     rows = (shape.B, shape.H, shape.T)
     dims = {"q": shape.K, "k": shape.K, "v": shape.V}
     found = {name: normal(*rows, dim, dtype=dtype) for name, dim in dims.items()}
@@ -67,7 +68,7 @@ def linear_inputs(
         q, k [B, T, H, K], v [B, T, HV, V], g, beta, A_log, dt_bias in the order of the functions' arguments,
         and cu_seqlens where sequences are packed.
     """
-    normal, more, others = (_normal(device, seed + offset) for offset in range(3))
+    normal, more, others = (normal_draws(device, seed + offset) for offset in range(3))
     rows = (shape.B, shape.T, shape.value_heads)
     found = {name: normal(shape.B, shape.T, shape.H, shape.K, dtype=dtype) for name in "qk"}
     found["v"] = normal(*rows, shape.V, dtype=dtype)
@@ -105,32 +106,25 @@ Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # [heads, ...] and dtype
 
 def draw_steps(sizes: Sizes, shape: Shape, device: torch.device, seed: int) -> dict[str, Tensor]:
     """N(0, 1) for T steps [B, ..., T, ...], those of a step contiguous."""
-    normal = _normal(device, seed)
+    normal = normal_draws(device, seed)
     drawn = {name: normal(shape.T, shape.B, *size, dtype=dtype) for name, (size, dtype) in sizes.items()}
     return {name: x.movedim(0, 2) for name, x in drawn.items()}
 
 
-_made: dict[Any, tuple[Tensor, ...]] = {}
-
-
+@functools.lru_cache(maxsize=8)
 def made_once(make: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     """What is made of the states of T steps, dimension 2 of tensors, each contiguous, on the first call with
-    these tensors. The memory of what was made of others is given back."""
-    key = make, *((x.data_ptr(), x.shape, x.dtype) for x in tensors)
-    if key not in _made:
-        forget()
-        _made[key] = tuple(make(x.movedim(2, 0)).movedim(0, 2) for x in tensors)
-    return _made[key]
-
-
-forget = _made.clear
+    these tensors."""
+    return tuple(make(x.movedim(2, 0)).movedim(0, 2) for x in tensors)
 
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:
     """A random gradient of the output, N(0, 1), in its dtype and memory order."""
-    return torch.empty_like(output).copy_(_normal(output.device, seed)(*output.shape, dtype=output.dtype))
+    return torch.empty_like(output).copy_(
+        normal_draws(output.device, seed)(*output.shape, dtype=output.dtype)
+    )
 
 
-def _normal(device: torch.device, seed: int) -> partial[Tensor]:
+def normal_draws(device: torch.device, seed: int) -> partial[Tensor]:
     """A function of sizes whose results follow one another in one random sequence."""
     return partial(torch.randn, generator=torch.Generator(device).manual_seed(seed), device=device)

@@ -235,7 +235,12 @@ def measure(task: Task) -> list[Outcome]:
                 singles[outcome.variant].append(run(outcome, partial(_single_run, task, step, stopwatch)))
         for outcome in outcomes:
             if outcome.status == OK:
-                outcome.rows[batch] = _row(task, batch, outcome.variant, singles[outcome.variant])
+                times, memory = zip(*singles[outcome.variant], strict=True)
+                found = Timing.of(list(times))
+                figures: Row = {"rel_err": {}, "peak_mem_mb": max(memory) if task.on_gpu else None}
+                dtype = "bf16" if task.on_gpu else "fp32"
+                row = new_row(MODEL, task.shape(batch), task.phase, outcome.variant, dtype, found, **figures)
+                outcome.rows[batch] = row
         if by_events:
             add(batch, "graph_ms", partial(_graph_ms, task, step, stopwatch), 5)
     for batch in task.batches if task.on_gpu else ():
@@ -250,14 +255,6 @@ def _single_run(task: Task, step: Callable[[], object], stopwatch: Stopwatch) ->
     read = stopwatch.run(step)
     stopwatch.wait()
     return read(), torch.cuda.max_memory_allocated(task.device) / 2**20 if task.on_gpu else 0.0
-
-
-def _row(task: Task, batch: int, variant: str, singles: Sequence[tuple[float, float]]) -> Row:
-    times, memory = zip(*singles, strict=True)
-    peak = max(memory) if task.on_gpu else None
-    dtype = "bf16" if task.on_gpu else "fp32"
-    shape, found = task.shape(batch), Timing.of(list(times))
-    return new_row(MODEL, shape, task.phase, variant, dtype, found, rel_err={}, peak_mem_mb=peak)
 
 
 def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import PASS_TITLES, conditions_title, milliseconds, name_of
-from .results import TITLES, Pair, Row, conditions_of, shape_of
+from .results import TITLES, Pair, Row, shape_of
 from .usage import UsageError
 
 
@@ -14,7 +14,8 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     picks the format."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        panels.setdefault(_title(row), []).append(row)
+        parts = TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(row)
+        panels.setdefault(", ".join(filter(None, parts)), []).append(row)
     figure = _figure(len(panels))
     every = figure.subplots(len(panels), squeeze=False).flat
     for axes, (title, chosen) in zip(every, panels.items(), strict=True):
@@ -77,11 +78,6 @@ def _figure(panels: int, size: tuple[float, float] | None = None) -> Any:
     except ImportError as error:
         raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
     return Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
-
-
-def _title(row: Row) -> str:
-    parts = (TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(*conditions_of(row)))
-    return ", ".join(filter(None, parts))
 
 
 def _bars(axes: Any, rows: Sequence[Row]) -> None:

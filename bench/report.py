@@ -4,6 +4,7 @@ import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,18 +29,16 @@ def name_of(row: Row) -> str:
     return f"{row['backend']}:{row['schedule']}" if row["schedule"] else str(row["backend"])
 
 
-def conditions_title(layout: str, forget_bias: float) -> str:
+def conditions_title(row: Mapping[str, Any]) -> str:
     """What differs from the default inputs: "layout bsnd, forget bias 12"; empty where nothing does."""
-    shown = [f"layout {layout}"] * (layout != results.DEFAULTS["layout"])
-    shown += [f"forget bias {forget_bias:g}"] * (forget_bias != results.DEFAULTS["forget_bias"])
-    return ", ".join(shown)
+    given = {key: row.get(key, default) for key, default in results.DEFAULTS.items()}
+    shown = {"layout": f"layout {given['layout']}", "forget_bias": f"forget bias {given['forget_bias']:g}"}
+    return ", ".join(shown[key] for key, default in results.DEFAULTS.items() if given[key] != default)
 
 
 def problem_title(row: Row) -> str:
     """The shape of a row, and what differs from the default inputs."""
-    return ", ".join(
-        filter(None, (str(results.shape_of(row)), conditions_title(*results.conditions_of(row))))
-    )
+    return ", ".join(filter(None, (str(results.shape_of(row)), conditions_title(row))))
 
 
 def milliseconds(value: float) -> str:

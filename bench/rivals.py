@@ -87,35 +87,30 @@ def _prepare_flash_qla(inputs: Named) -> Prepared:
 def _prepare_mamba(inputs: Named) -> Prepared:
     q, k, v, g = (inputs[name] for name in "qkvg")
     function = _mamba_module().mamba_chunk_scan_combined
-    dt = -g
-    x = (v.float() * (_scale(q) / dt)[..., None]).to(v.dtype)
+    x = (v.float() * _factor(inputs)).to(v.dtype)
     a = torch.full((v.shape[2],), -1.0, device=v.device)
-    sequences = _sequence_of_token(inputs[OFFSETS]) if OFFSETS in inputs else None
+    sequences = None  # [1, T] int32: the number of each token's sequence
+    if OFFSETS in inputs:
+        lengths = inputs[OFFSETS].diff().long()
+        numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=v.device)
+        sequences = numbers.repeat_interleave(lengths)[None]
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return function(x, dt, a, b, c, chunk_size=MAMBA_CHUNK, seq_idx=sequences)
 
-    return {"x": x, "dt": dt, "b": k, "c": q}, call
+    return {"x": x, "dt": -g, "b": k, "c": q}, call
 
 
 def _finish_mamba(inputs: Named, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """dq is that of c, dk that of b, and dv comes of dx; dg is left out."""
-    found = {"o": results["o"]}
-    if "dx" not in results:
-        return found
-    factor = (_scale(inputs["q"]) / -inputs["g"])[..., None]
-    return found | {"dq": results["dc"], "dk": results["db"], "dv": results["dx"].float() * factor}
+    named = {"o": "o", "dc": "dq", "db": "dk", "dx": "dv"}
+    found = {named[name]: x for name, x in results.items() if name in named}
+    return found | {"dv": found["dv"].float() * _factor(inputs)} if "dv" in found else found
 
 
-def _scale(q: Tensor) -> float:
-    return float(q.shape[-1]) ** -0.5
-
-
-def _sequence_of_token(offsets: Tensor) -> Tensor:
-    """[1, T] int32: the number of each token's sequence."""
-    lengths = (offsets[1:] - offsets[:-1]).long()
-    numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=offsets.device)
-    return numbers.repeat_interleave(lengths)[None]
+def _factor(inputs: Named) -> Tensor:
+    """Of x over v: scale / dt."""
+    return (inputs["q"].shape[-1] ** -0.5 / -inputs["g"])[..., None]
 
 
 def _mamba_module() -> Any:

@@ -99,7 +99,6 @@ class ModelShape(Shape):
 _SHAPE = re.compile(
     r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))((?:x(?:N|HV)\d+)*)", re.IGNORECASE
 )
-_MORE = re.compile(r"x(N|HV)(\d+)", re.IGNORECASE)
 
 
 def _parse_shape(text: str) -> Shape | None:
@@ -108,7 +107,7 @@ def _parse_shape(text: str) -> Shape | None:
     if not match:
         return None
     *numbers, rest = match.groups()
-    named = _MORE.findall(rest)
+    named = re.findall(r"x(N|HV)(\d+)", rest, re.IGNORECASE)
     more = {name.upper(): int(number) for name, number in named}
     if len(more) < len(named):
         raise ValueError(f"expected N and HV at most once each, got {text!r}")
@@ -236,21 +235,18 @@ def _linear_step(gates: int, *, by_channel: bool = False) -> PerToken:
 
 
 COSTS: dict[str, PerToken] = {
-    "mlstm_exp": _mlstm,
-    "mlstm_sig": _mlstm,
-    "mlstm_step": _mlstm_step,
-    "gated_delta_rule_step": _linear_step(2),
-    "gla_step": _linear_step(0, by_channel=True),
-    "simple_gla_step": _linear_step(1),
-    "delta_rule_step": _linear_step(1),
-    "kda_step": _linear_step(1, by_channel=True),
-    # a log decay per token; one per head
+    **dict.fromkeys(("mlstm_exp", "mlstm_sig"), _mlstm),
     "simple_gla": _linear(1),
-    "retention": _linear(0),
-    "lightning": _linear(0),
+    # a log decay per head
+    **dict.fromkeys(("retention", "lightning"), _linear(0)),
+    "gla": _linear(0, backward=flops.gla_backward, by_channel=True),
     # beta; g and beta
     "delta_rule": _linear(1, flops.delta_rule, flops.delta_rule_backward),
     "gated_delta_rule": _linear(2, flops.delta_rule, flops.delta_rule_backward),
-    "gla": _linear(0, backward=flops.gla_backward, by_channel=True),
     "kda": _linear(1, flops.delta_rule, flops.delta_rule_backward, by_channel=True),
+    "mlstm_step": _mlstm_step,
+    **dict.fromkeys(("simple_gla_step", "delta_rule_step"), _linear_step(1)),
+    "gla_step": _linear_step(0, by_channel=True),
+    "gated_delta_rule_step": _linear_step(2),
+    "kda_step": _linear_step(1, by_channel=True),
 }

@@ -26,7 +26,7 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import fla
 from .compare import add_run_arguments, carry_out
-from .inputs import Sizes, draw_steps, forget, made_once
+from .inputs import Sizes, draw_steps, made_once
 from .operators import Operator
 from .results import IN_PLACE, STEP, STEP_OF, V_FIRST
 from .runner import Contest
@@ -228,4 +228,4 @@ def run(args: argparse.Namespace) -> int:
     try:
         return carry_out(args, contests)
     finally:
-        forget()
+        made_once.cache_clear()
