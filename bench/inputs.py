@@ -111,7 +111,7 @@ def draw_steps(sizes: Sizes, shape: Shape, device: torch.device, seed: int) -> d
     return {name: x.movedim(0, 2) for name, x in drawn.items()}
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def made_once(make: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     """What is made of the states of T steps, dimension 2 of tensors, each contiguous, on the first call with
     these tensors."""

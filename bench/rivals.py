@@ -103,8 +103,8 @@ def _prepare_mamba(inputs: Named) -> Prepared:
 
 def _finish_mamba(inputs: Named, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """dq is that of c, dk that of b, and dv comes of dx; dg is left out."""
-    named = {"o": "o", "dc": "dq", "db": "dk", "dx": "dv"}
-    found = {named[name]: x for name, x in results.items() if name in named}
+    named = {"o": "o", "dq": "dc", "dk": "db", "dv": "dx"}
+    found = {ours: results[theirs] for ours, theirs in named.items() if theirs in results}
     return found | {"dv": found["dv"].float() * _factor(inputs)} if "dv" in found else found
 
 

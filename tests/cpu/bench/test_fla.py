@@ -15,12 +15,12 @@ from torch import Tensor
 from tfla_tk import UnsupportedError, reference
 from tfla_tk.bench import fla, runner
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.runner import FAILED, OK, run_contest
+from tfla_tk.bench.runner import FAILED, OK, Contest, run_contest
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.variants import Variant
 
 SHAPE = Shape(1, 48, 2, 16, 32)
-VARIANTS = [Variant("triton:fla", "triton:fla"), Variant("reference", "reference")]
+VARIANTS = [Variant("triton:fla"), Variant("reference")]
 
 
 class Guarded(torch.autograd.Function):
@@ -71,7 +71,7 @@ def contest(settings, monkeypatch: pytest.MonkeyPatch, which: str, shape: Shape 
     monkeypatch.setattr(
         runner, "lifted_guard", lambda operator, variants, which, device: lifted(operator.function)
     )
-    return run_contest(OPERATORS["simple_gla"], shape, which, VARIANTS, settings)
+    return run_contest(Contest(OPERATORS["simple_gla"], which, shape, VARIANTS), settings)
 
 
 def test_the_guard_is_lifted_for_a_checked_contest_alone(settings, monkeypatch, chunk_o) -> None:
@@ -104,7 +104,7 @@ def test_the_guard_stands_without_a_gpu_and_for_the_forward(settings, chunk_o) -
             assert lifted is expected is chunk_o.TRITON_ABOVE_3_7_1
     with runner.lifted_guard(OPERATORS["retention"], VARIANTS, "fwdbwd", cuda) as lifted:
         assert not lifted
-    (outcome, _) = run_contest(operator, SHAPE, "fwdbwd", VARIANTS, settings)
+    (outcome, _) = run_contest(Contest(operator, "fwdbwd", SHAPE, VARIANTS), settings)
     assert (outcome.status, outcome.reason) == (FAILED, "RuntimeError: incorrect results")
 
 
@@ -156,4 +156,5 @@ def test_fla_that_is_not_installed(monkeypatch, chunk_o) -> None:
     q = torch.zeros(1, 16, 1, 16)
     with pytest.raises(UnsupportedError, match="fla-core is not installed"):
         fla.call("chunk_simple_gla", q, q, q, q[..., 0])
-    assert not fla.is_guarded("chunk_simple_gla")
+    with fla.lifted_guard("chunk_simple_gla") as lifted:
+        assert not lifted
