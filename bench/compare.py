@@ -26,10 +26,13 @@ from .tuning import configs_compiled_by
 from .usage import UsageError, add_options, argument, listed, names, positive
 from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
 
-GPU_PLAN = Plan(repeats=50, budget_ms=1500)
-GPU_QUICK = Plan(repeats=10, budget_ms=500)
-CPU_PLAN = Plan(repeats=7, budget_ms=1000)
-CPU_QUICK = Plan(repeats=3, budget_ms=200)
+# on a GPU, with --quick
+PLANS = {
+    (True, False): Plan(repeats=50, budget_ms=1500),
+    (True, True): Plan(repeats=10, budget_ms=500),
+    (False, False): Plan(repeats=7, budget_ms=1000),
+    (False, True): Plan(repeats=3, budget_ms=200),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +121,18 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     if args.plot:
         plots.check_path(args.plot)
     session = environment.Session(args)
-    settings = _settings(args, session)
+    on_gpu, device = session.on_gpu, session.device
+    settings = Settings(
+        device=device,
+        dtype=args.dtype or ("bf16" if on_gpu else "fp32"),
+        layout=args.layout,
+        forget_bias=args.forget_bias,
+        seed=args.seed,
+        plan=PLANS[on_gpu, args.quick],
+        stopwatch=(CudaStopwatch if on_gpu else Stopwatch)(device),
+        provenance=session.facts,
+        ceilings=measure_ceilings(device) if on_gpu else None,
+    )
     _print_head(session, settings)
     outcomes: list[Outcome] = []
     with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
@@ -142,22 +156,6 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     if args.plot and session.rows:
         plots.write_plot(args.plot, session.rows)
     return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
-
-
-def _settings(args: argparse.Namespace, session: environment.Session) -> Settings:
-    device, on_gpu = session.device, session.on_gpu
-    plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
-    return Settings(
-        device=device,
-        dtype=args.dtype or ("bf16" if on_gpu else "fp32"),
-        layout=args.layout,
-        forget_bias=args.forget_bias,
-        seed=args.seed,
-        plan=plan,
-        stopwatch=CudaStopwatch(device) if on_gpu else Stopwatch(device),
-        provenance=session.facts,
-        ceilings=measure_ceilings(device) if on_gpu else None,
-    )
 
 
 def _print_head(session: environment.Session, settings: Settings) -> None:

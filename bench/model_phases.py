@@ -128,10 +128,6 @@ def perform(task: Task) -> tuple[Task, list[Outcome]]:
 # The model
 
 
-# layers, and what each of them calls
-Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
-
-
 def build(task: Task, mode: str, dtype: torch.dtype) -> Any:
     """An xLSTMLarge with weights from the seed, on the task's device. Its gates start between short and
     long memory, and from an input bias at which losses of the first steps repeat within rounding."""
@@ -162,26 +158,22 @@ def build(task: Task, mode: str, dtype: torch.dtype) -> Any:
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def bindings(model: nn.Module, variant: str) -> Bound:
-    """What the model's mLSTM layers call on a variant; `bind` puts it in."""
-    layers = list(modules.backends_of(model).values())
-    if variant not in BASELINES:
-        xlstm.replace(model, backend=variant)
-        return [(layer, modules.functions(layer)) for layer in layers]
+def use(model: nn.Module, variant: str) -> None:
+    """Have the model's mLSTM layers call a variant."""
+    layers = modules.backends_of(model).values()
     for layer in layers:
         config: Any = layer.config
-        config.chunkwise_kernel, config.chunk_size, config.step_kernel = BASELINES[variant]
+        kernels = BASELINES.get(variant, BASELINES["native"])
+        config.chunkwise_kernel, config.chunk_size, config.step_kernel = kernels
+    if variant not in BASELINES:
+        xlstm.replace(model, backend=variant)
+        return
     xlstm.restore(model)
-    found = [(layer, modules.functions(layer)) for layer in layers]
     if variant == TRITON:  # Triton 3.6 aborts the process when it compiles the kernel over 16-bit gates
-        found = [(layer, (*given[:3], *map(_with_fp32_gates, given[3:]))) for layer, given in found]
-    return found
-
-
-def bind(found: Bound) -> None:
-    """Have the layers call what `bindings` found."""
-    for layer, functions in found:
-        modules.set_functions(layer, functions)
+        for layer in layers:
+            *others, train, inference = modules.functions(layer)
+            passes = map(_with_fp32_gates, (train, inference))
+            modules.set_functions(layer, (*others, *passes))
 
 
 def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,13 +201,13 @@ def measure(task: Task) -> list[Outcome]:
     by_events = task.phase == "decode" and task.on_gpu
     stopwatch = (CudaStopwatch if by_events else Stopwatch)(task.device)
     outcomes = [Outcome(variant) for variant in task.variants]
-    bound = {each.variant: each.run(partial(bindings, model, each.variant)) for each in outcomes}
 
     def run(outcome: Outcome, work: Callable[[], Any]) -> Any:
-        if outcome.status != OK:
-            return None
-        bind(bound[outcome.variant])
-        return outcome.run(work)
+        def attempt() -> Any:
+            use(model, outcome.variant)
+            return work()
+
+        return outcome.run(attempt) if outcome.status == OK else None
 
     def add(batch: int, key: str, work: Callable[[], float | None], digits: int) -> None:
         for outcome in outcomes:
@@ -381,7 +373,7 @@ def _logits(task: Task) -> Compute:
     @torch.no_grad()
     def logits(name: str) -> tuple[Tensor, ...]:
         own = truth if name == TRUTH else model
-        bind(bindings(own, "native" if name == TRUTH else name))
+        use(own, "native" if name == TRUTH else name)
         first, state = own(prompt[:, : task.length])
         decoded = []
         for token in prompt[:, task.length :].split(1, dim=1):
@@ -405,7 +397,7 @@ def _losses(task: Task) -> Compute:
 
     def losses(name: str) -> tuple[Tensor, ...]:
         model.load_state_dict(start)
-        bind(bindings(model, "native" if name == TRUTH else name))
+        use(model, "native" if name == TRUTH else name)
         return (train(model, batches, rates, autocast=task.on_gpu and name != TRUTH),)
 
     return losses

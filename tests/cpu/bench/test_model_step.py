@@ -95,7 +95,7 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch)
     tokens = task.random_tokens(2, task.length + 1)
     plain, pieced = (model_phases.build(task, "train", torch.float32) for _ in range(2))
     for model in (plain, pieced):
-        model_phases.bind(model_phases.bindings(model, OURS))
+        model_phases.use(model, OURS)
     logits, _ = plain(tokens[:, :-1])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     grads: list[Tensor] = []
@@ -161,7 +161,7 @@ def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) ->
 
     monkeypatch.setitem(module.registry, "triton_xl_chunk", kernel)
     model = model_phases.build(make_task(), "train", torch.bfloat16)
-    model_phases.bind(model_phases.bindings(model, XL))
+    model_phases.use(model, XL)
     with pytest.raises(RuntimeError, match="seen"), torch.autocast("cpu", torch.bfloat16):
         model(torch.zeros(1, 64, dtype=torch.long))
     assert seen == [(torch.bfloat16, torch.float32, torch.float32, 128, False)]
