@@ -43,9 +43,12 @@ def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
 
 
 def scaled_forget_gate_gradient(backend: str, tensors: dict[str, Tensor]) -> Result:
-    f = tensors["f"]
-    # the value of f, 1.02 times its gradient
-    return exact(backend, {**tensors, "f": f.detach() + 1.02 * (f - f.detach())})
+    return exact(backend, tensors | {"f": scaled(tensors["f"])})
+
+
+def scaled(x: Tensor) -> Tensor:
+    """x with 1.02 times its gradient."""
+    return x.detach() + 1.02 * (x - x.detach())
 
 
 def no_gradient_of_the_last_state(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -54,7 +57,7 @@ def no_gradient_of_the_last_state(backend: str, tensors: dict[str, Tensor]) -> R
 
 
 def no_gradient_of_the_initial_state(backend: str, tensors: dict[str, Tensor]) -> Result:
-    return exact(backend, {**tensors, "n_initial": tensors["n_initial"].detach()})
+    return exact(backend, tensors | {"n_initial": tensors["n_initial"].detach()})
 
 
 def not_finite(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -172,9 +175,7 @@ def test_the_gate_parameters_are_checked(monkeypatch, command) -> None:
     right = tfla_tk.chunk_gated_delta_rule
 
     def wrong(*operands: Tensor, A_log: Tensor | None = None, **arguments: Any) -> Any:
-        if A_log is not None:
-            A_log = A_log.detach() + 1.02 * (A_log - A_log.detach())
-        return right(*operands, A_log=A_log, **arguments)
+        return right(*operands, A_log=A_log if A_log is None else scaled(A_log), **arguments)
 
     monkeypatch.setattr(tfla_tk, "chunk_gated_delta_rule", wrong)
     options = ("--shapes", "2x40x1x16x16xHV2", "--backends", "reference:chunkwise", "--cases", "default")
@@ -204,15 +205,6 @@ def parallel_of(operator: Operator, heads: int) -> Callable[..., Any]:
     return function
 
 
-def gradients(function: Callable[..., Any], operator: Operator, tensors, cotangents) -> dict[str, Tensor]:
-    leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
-    output, state = function(**leaves, **{operator.last: True})
-    found = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
-    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(found, list(wanted.values()), [x.double() for x in cotangents.values()])
-    return dict(zip(wanted, grads, strict=True))
-
-
 @pytest.mark.parametrize("operator", [one for each in PROBLEMS.values() for one in each])
 def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> None:
     """By the recurrent form, or the chunkwise one where that takes too much memory."""
@@ -220,7 +212,12 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> Non
     (case,) = cases_of(operator, shape, ["normal+initial+last"])
     tensors, cotangents = make_case(operator, shape, case, CPU, "fp32", 3)
     given = {"kinds": (accuracy.AS_GIVEN,), "recurrent": True}
-    found = gradients(parallel_of(operator, 2), operator, tensors, cotangents)
+    leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
+    output, state = parallel_of(operator, 2)(**leaves, **{operator.last: True})
+    results = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(results, list(wanted.values()), [x.double() for x in cotangents.values()])
+    found = dict(zip(wanted, grads, strict=True))
     for slice_bytes in (2**28, 3 * 8 * 4 * 40 * 16 * 32, 1):
         monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
         truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
@@ -251,11 +248,11 @@ def test_patterns_of_gates() -> None:
     assert extreme["f"].min() == -30 and extreme["f"].max() == 30 and extreme["q"].min() >= 0
     # tokens that forget all or nothing; of GLA also some channels of every token
     for name in ("simple_gla", "gla"):
-        means = [
-            make_case(OPERATORS[name], shape, CASES[case], CPU, "fp32", 0)[0]["g"].mean()
-            for case in ("default", "normal")
-        ]
-        assert -0.1 < means[0] < 0 and means[1] == pytest.approx(-0.8, abs=0.1)
-        g = make_case(OPERATORS[name], shape, CASES["extreme"], CPU, "fp32", 0)[0]["g"]
-        assert (g[:, 6::7] == -30).flatten(2)[..., 0].all() and g.max() == 0 and ((g < 0) & (g > -30)).any()
-    assert (g[..., 2::5] == -30).all() and (g[..., 4::5] == 0).all()
+        default, normal, extreme = (
+            make_case(OPERATORS[name], shape, CASES[case], CPU, "fp32", 0)[0]["g"]
+            for case in ("default", "normal", "extreme")
+        )
+        assert -0.1 < default.mean() < 0 and normal.mean() == pytest.approx(-0.8, abs=0.1)
+        assert (extreme[:, 6::7] == -30).flatten(2)[..., 0].all() and extreme.max() == 0
+        assert ((extreme < 0) & (extreme > -30)).any()
+    assert (extreme[..., 2::5] == -30).all() and (extreme[..., 4::5] == 0).all()

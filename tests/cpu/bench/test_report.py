@@ -80,7 +80,9 @@ def test_tables_form_no_ratio_across_runs_and_inputs(make_row) -> None:
     assert lines_of(apart[1:], FORWARD)[0][2:6] == ["-", "3.4", "xl_chunk_128", "-"]
     rows = [
         make_row("tk", 0.5),
+        make_row("triton:limit_chunk_64", 3.9),
         make_row("triton:xl_chunk_128", 3.0),
+        make_row("reference", 0.1),
         make_row("tk", 0.6, layout="bsnd"),
         make_row("triton:xl_chunk_64", 3.6, layout="bsnd"),
         make_row("tk", 0.8, forget_bias=12.0),

@@ -9,7 +9,7 @@ import pytest
 
 from tfla_tk.bench import results
 from tfla_tk.bench.__main__ import main
-from tfla_tk.bench.results import baselines, contest_of, load, merge, validate, write
+from tfla_tk.bench.results import load, merge, validate, write
 
 LATER = {"run": "run-b", "date": "2026-11-21T10:00:00Z"}
 MODEL = {
@@ -116,20 +116,6 @@ def test_load_names_file_and_row(tmp_path: Path, make_row) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load(path)
-
-
-def test_baseline_is_the_fastest_row_of_the_same_run_and_inputs(make_row) -> None:
-    ours = make_row("tk", 0.5)
-    rows = [
-        ours,
-        make_row("triton:limit_chunk_64", 3.9),
-        make_row("triton:xl_chunk_128", 3.4),
-        make_row("triton:xl_chunk_64", 3.0, **LATER),
-        make_row("triton:xl_chunk_64", 3.0, layout="bsnd"),
-        make_row("triton:xl_chunk_64", 3.0, forget_bias=12.0),
-        make_row("reference", 0.1),
-    ]
-    assert baselines(rows)[contest_of(ours)]["backend"] == "triton:xl_chunk_128"
 
 
 def test_a_pair_is_of_the_latest_run(make_row) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tfla_tk import UnsupportedError, mlstm_chunkwise
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.variants import FAMILIES, Variant, check_named, find_variants
 
 
@@ -61,14 +58,3 @@ def test_unknown_names_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"--backends: expected {expected}"):
             check_named(list(OPERATORS.values()), [name], rivals=rivals)
-
-
-def test_variants_are_backends_of_the_public_function() -> None:
-    shape = Shape(1, 64, 1, 16, 16)
-    tensors = OPERATORS["mlstm_exp"].inputs(shape, torch.float32, torch.device("cpu"), "bnsd", 0, 3.0)
-    for name in calls("mlstm_exp", "triton", "reference", on_gpu=False):
-        if name.startswith("reference"):
-            assert mlstm_chunkwise(*tensors.values(), backend=name).shape == (1, 1, 64, 16)
-        else:
-            with pytest.raises(UnsupportedError, match="GPU"):
-                mlstm_chunkwise(*tensors.values(), backend=name)
