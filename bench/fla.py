@@ -59,17 +59,13 @@ def lifted_guard(function: str) -> Iterator[bool]:
     """FLA's guard off within the block, on again after it; gives whether there was one. The guard stands
     for kernels that some versions of Triton miscompile: what is computed within the block is to be
     compared with the truth before anything else is done with it."""
-    guarded = function in GUARDED
-    if guarded:
-        try:
-            _load(FLA_OPS[function])
-            guarded = gated_backward_is_guarded()
-        except Exception:  # a call tells what is wrong
-            guarded = False
-    if not guarded:
+    guard = None
+    with contextlib.suppress(Exception):  # a call tells what is wrong
+        if function in GUARDED and _load(FLA_OPS[function]) and gated_backward_is_guarded():
+            guard = guard_module()
+    if guard is None:
         yield False
         return
-    guard = guard_module()
     guard.TRITON_ABOVE_3_7_1 = True
     try:
         yield True

@@ -9,7 +9,7 @@ Exit status: 0 done; 1 where a model fails, or the kernels have not served every
 
 import argparse
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +27,8 @@ from .usage import add_options
 
 PROMPT = 16
 FULL, QUICK = (128, 5), (16, 2)  # tokens of a text, timed texts
-PAD, END = 0, 1
 VARIANTS = ("tk", fla.VARIANT)
-TOKENS = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 2}
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 class Sizes(NamedTuple):
@@ -95,10 +94,12 @@ def take_cache(model: nn.Module) -> nn.Module:
     return model
 
 
-MAKE: dict[str, Callable[[Sizes], nn.Module]] = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
-_ON_A_GPU = Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)
-ON_A_GPU = dict(zip(GENERATED, _ON_A_GPU, strict=True))
+MAKE = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
 ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
+ON_A_GPU = {
+    GENERATED[0]: Sizes(4, 2048, 32768, 16, 128, 128, 32),
+    GENERATED[1]: Sizes(4, 2048, 32768, 4, 256, 512, 4),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     batches = (1,) if args.quick or not session.on_gpu else (1, 64)
     told = f"run {session.facts['run']}; prompts of {PROMPT} tokens"
     session.console.print(f"{environment.heading(session.facts)}; {told}")
+    note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
+    more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **session.facts}
     failed: list[str] = []
     for name, sizes in (ON_A_GPU if session.on_gpu else ON_A_CPU).items():
         model_title = results.TITLES[name]
@@ -127,7 +130,10 @@ def run(args: argparse.Namespace) -> int:
                 prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=session.device)
                 found = _measure(model, prompt, new, repeats, session)
                 for variant, (times, refused) in found.items():
-                    rows.append(_row(name, sizes.shape(batch, new), variant, times, session))
+                    kind = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
+                    rows.append(
+                        results.new_row(name, sizes.shape(batch, new), "decode", *kind, times, **more)
+                    )
                     failed += [f"{model_title}, B{batch}: {told}" for told in refused]
         except Exception as error:  # of a package of others: the next model may run
             failed.append(f"{model_title}: {FAILED}: {verdict_on(error)[1]}")
@@ -157,13 +163,6 @@ def _measure(
             own.append(ms)
     # the first text compiles
     return {variant: (Timing.of(own[1:]), refused[variant]) for variant, own in times.items()}
-
-
-def _row(name: str, shape: ModelShape, variant: str, times: Timing, session: environment.Session) -> Row:
-    backend, dtype = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
-    note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
-    more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **session.facts}
-    return results.new_row(name, shape, "decode", backend, dtype, times, **more)
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:

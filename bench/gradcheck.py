@@ -5,17 +5,15 @@ the other families <o, do> and <S_T, dS>. The truth is autograd through the fp64
 recurrent form, or the chunkwise one where that would take too much memory or time; the heading of each table
 says which.
 
-Exit status: 0 done; 1 where one of this package's backends, or any variant named by --backends, is past its
-tolerance or raises, or where a named one, or every variant of a named family, serves no case at all; 2 for
-wrong options, before anything runs. What the Triton kernels do not compute exactly (docs/triton-baselines.md)
-is shown and is no failure unless they were named.
+Options and exit status: docs/benchmarks.md. What the Triton kernels do not compute exactly
+(docs/triton-baselines.md) is shown and is no failure unless they were named.
 """
 
 import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,7 +204,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         lines = [json.dumps({**_row_of(one, settings), **session.facts}, allow_nan=False) for one in found]
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    return 1 if _has_failed(found) else 0
+    outcomes = [one.outcome for one in found]
+    failed = (each.variant for each in outcomes if each.status == FAILED)
+    return 1 if unserved(outcomes) or any(x.named or x.family != "triton" for x in failed) else 0
 
 
 def run_case(
@@ -232,15 +232,6 @@ def run_case(
         found.append(Checked(operator, shape, case, truth.form, outcome))
         advance(f"{_title_of(operator)}, {shape}, {case}: {variant.call}")
     return found
-
-
-def _has_failed(found: Iterable[Checked]) -> bool:
-    """Whether something of ours or something named is wrong, or a named variant or family served no case."""
-    outcomes = [one.outcome for one in found]
-    return bool(unserved(outcomes)) or any(
-        outcome.status == FAILED and (outcome.variant.named or outcome.variant.family != "triton")
-        for outcome in outcomes
-    )
 
 
 def _print_head(session: environment.Session, settings: Settings, chosen: Iterable[Operator]) -> None:
@@ -291,21 +282,18 @@ def _errors_table(checked: Sequence[Checked], dtype: str) -> Table:
     table = report.make_table("case", "backend", numbers=names)
     limits = operator.tolerances(dtype)
     for place, (_, _, case, _, outcome) in enumerate(checked):
-        cells = [_cell(name, outcome.errors, limits) for name in names]
+        cells = [Text("")] * len(names)
+        for column, name in enumerate(names):
+            if name in outcome.errors:
+                wrong = accuracy.failures({name: outcome.errors[name]}, limits)
+                mark, style = ("!", "bold red") if wrong else (" ", "")
+                cells[column] = Text(f"{outcome.errors[name]:.1e}{mark}", style=style)
         if not outcome.errors:
             cells[0] = Text(outcome.status)
         ends = place + 1 == len(checked) or checked[place + 1].case != case
         style = "" if outcome.errors else "dim"
         table.add_row(str(case), Text(outcome.variant.call), *cells, style=style, end_section=ends)
     return table
-
-
-def _cell(name: str, errors: Mapping[str, float], limits: Mapping[str, float]) -> Text:
-    if name not in errors:
-        return Text("")
-    if accuracy.failures({name: errors[name]}, limits):
-        return Text(f"{errors[name]:.1e}!", style="bold red")
-    return Text(f"{errors[name]:.1e} ")
 
 
 def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:

@@ -1,12 +1,7 @@
 """`python -m tfla_tk.bench model`: what whole xLSTM models gain, Triton against tk in one run.
 
-xlstm's xLSTMLarge in the shape of xLSTM-7B trains, takes a prompt and decodes, on this package's kernels and
-on mlstm_kernels' Triton kernels, over the same weights and inputs; logits and first losses are compared with
-mlstm_kernels' fp32 native path. Without a GPU a toy model runs on the reference and on mlstm_kernels' native
-kernels.
-
-Exit status: 0 done; 1 where a variant of this package fails or is past its limit against the fp32 native
-path. A baseline that fails is shown.
+What the phases do: docs/benchmarks.md. Exit status: 0 done; 1 where a variant of this package fails or is
+past its limit against mlstm_kernels' fp32 native path. A baseline that fails is shown.
 """
 
 import argparse

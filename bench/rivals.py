@@ -5,12 +5,10 @@ Neither is needed. A package that is missing, or that does not take a call, is t
 FlashQLA serves the gated delta rule at K = V = 128. It is called directly: through FLA's dispatch it would
 pay for FLA's host code.
 
-mamba_ssm serves simple GLA. Its function takes x, dt, A, B and C, makes dt x of x, and decays by e^(dt A).
-With A = -1, dt = -g, B = k, C = q and x = scale v / dt it is simple GLA. x is made before anything is timed,
-so that its time is that of its own call, with the gradients of x, dt, B and C. dv is made of dx when it is
-checked. dg is not: it would be the difference of ddt and of dx.x / dt, which the rounding of dx dominates.
-Its package imports extensions compiled for CUDA on import, which its Triton kernels do not use: its Triton
-modules are imported below a package without code in its place.
+mamba_ssm serves simple GLA. Its function takes x, dt, A, B and C, makes dt x of x, and decays by e^(dt A):
+with A = -1, dt = -g, B = k, C = q and x = scale v / dt, made before anything is timed, it is simple GLA. dv
+is made of dx when it is checked. dg is not: it would be the difference of ddt and of dx.x / dt, which the
+rounding of dx dominates.
 """
 
 import importlib
@@ -114,7 +112,8 @@ def _factor(inputs: Named) -> Tensor:
 
 
 def _mamba_module() -> Any:
-    """mamba_ssm.ops.triton.ssd_combined, without what the package imports on import."""
+    """mamba_ssm.ops.triton.ssd_combined. The package imports extensions compiled for CUDA on import, which
+    its Triton kernels do not use: one without code stands in its place."""
     spec = find_package("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
         raise UnsupportedError(MAMBA, "mamba_ssm is no package", _INSTALL_MAMBA)
