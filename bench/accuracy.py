@@ -11,7 +11,7 @@ sample is compared with the truth, as a batch that is padded to the longest.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .inputs import OFFSETS, Named
-from .operators import Operator, last_state_of, output_of, split_offsets
+from .operators import Operator, parts_of, split_offsets
 from .shapes import CHUNK, Shape, cost
 
 # output gradients: zero where the gradient jumps; orthogonal to the output; as it is
@@ -142,26 +142,25 @@ class Truth:
     """fp64 results on what was picked.
 
     Attributes:
-        values: per output gradient kind (KINDS): the output and the gradients, each [heads, tokens(, D)],
-            those of states [heads, n, ...], those of parameters [heads].
-        cotangents: per kind, the output gradient in the output's layout and the inputs' dtype; empty without
-            gradients.
+        values: the output and the gradients, each [heads, tokens(, D)], those of states [heads, n, ...],
+            those of parameters [heads].
+        cotangents: as `compute_truth` takes them, that of the output as its kind is.
+        kind: of the output's gradient, one of KINDS.
         picks: what they stand for.
         form: of the reference, "recurrent" or "chunkwise".
     """
 
-    values: dict[str, dict[str, Tensor]]
+    values: dict[str, Tensor]
     cotangents: dict[str, Tensor]
+    kind: str
     picks: Picks
     form: str
 
-    def errors(self, kind: str, found: Named) -> dict[str, float]:
+    def errors(self, found: Named) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
         A parameter's gradient is left out where not everything was picked."""
-        values = self.values[kind]
-        return {
-            name: self._error(name, values[name], tensor) for name, tensor in found.items() if name in values
-        }
+        named = {name: x for name, x in found.items() if name in self.values}
+        return {name: self._error(name, self.values[name], x) for name, x in named.items()}
 
     def _error(self, name: str, truth: Tensor, found: Tensor) -> float:
         if not found.isfinite().all():
@@ -198,8 +197,8 @@ def compute_truth(
     shape: Shape,
     inputs: Named,
     cotangents: Named,
+    kind: str = RANDOM,
     *,
-    kinds: Sequence[str] = (RANDOM,),
     recurrent: bool = False,
 ) -> Truth:
     """Run the reference in fp64 on the rounded inputs.
@@ -208,7 +207,7 @@ def compute_truth(
         inputs: as the backends get them.
         cotangents: gradients of the output and, named as the initial states are, of the last ones; empty
             where the output alone is wanted.
-        kinds: what is made of the output's gradient, each of KINDS.
+        kind: what is made of the output's gradient, one of KINDS.
         recurrent: take the recurrent form where it takes no more than minutes.
     """
     output, tensors = operator.output, split_offsets(inputs)[0]
@@ -220,47 +219,34 @@ def compute_truth(
     size = max(1, slice_size(picks, which))
     if recurrent and operator.recurrent and (fits := slice_size(picks, "recurrent")):
         form, function, size = "recurrent", partial(operator.recurrent), fits
-    given = {kind: {name: x.clone() for name, x in cotangents.items()} for kind in kinds}
+    given = {name: x.clone() for name, x in cotangents.items()}
     # a gradient that is a sum over the whole call is told where all of it is picked
     dropped = {f"d{name}" for name in operator.parameters} if picks.left_out else set()
-    parts: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in kinds}
+    last = {operator.last: True} if len(cotangents) > 1 else {}
+    parts: dict[str, list[Tensor]] = {}
     for part in picks.split(size):
         leaves = {name: part.take(name, tensor).double() for name, tensor in tensors.items()}
-        wanted = {name: leaf for name, leaf in leaves.items() if name not in operator.constants}
+        wanted = {f"d{name}": leaf for name, leaf in leaves.items() if name not in operator.constants}
         for leaf in wanted.values():
             leaf.requires_grad_(bool(cotangents))
-        last = {operator.last: True} if len(cotangents) > 1 else {}
-        options = {**operator.options, **part.decays(), **last}
-        result = function(**leaves, **options)
-        found = (output_of(result), *last_state_of(result))[: max(1, len(cotangents))]
-        for kind in kinds:
-            values = {output: found[0].detach()}
-            if cotangents:
-                _adjust(part, kind, given[kind][output], found[0].detach(), leaves)
-                exact = {name: part.take(name, x).double() for name, x in given[kind].items()}
-                exact[output] = exact[output] * operator.head_first(part.filled[:, None, :, None])
-                grads = torch.autograd.grad(
-                    found,
-                    list(wanted.values()),
-                    list(exact.values()),
-                    retain_graph=kind != kinds[-1],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                values |= {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
-            for name, tensor in values.items():
-                if name not in dropped:
-                    parts[kind].setdefault(name, []).append(part.rows(name, tensor))
-    values_of = {
-        kind: {name: torch.cat(rows) for name, rows in named.items()} for kind, named in parts.items()
-    }
-    for named in values_of.values():
-        for name in named:
-            if operator.is_parameter(name):
-                # the pairs come batch entry by batch entry
-                named[name] = named[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
-    backwards = {kind: changed[output] for kind, changed in given.items()} if cotangents else {}
-    return Truth(values_of, backwards, picks, form)
+        result = function(**leaves, **operator.options, **part.decays(), **last)
+        found = parts_of(result)[: max(1, len(cotangents))]
+        values = {output: found[0].detach()}
+        if cotangents:
+            _adjust(part, kind, given[output], values[output], leaves)
+            exact = {name: part.take(name, x).double() for name, x in given.items()}
+            exact[output] = exact[output] * operator.head_first(part.filled[:, None, :, None])
+            unused = {"allow_unused": True, "materialize_grads": True}
+            grads = torch.autograd.grad(found, list(wanted.values()), list(exact.values()), **unused)
+            values |= zip(wanted, grads, strict=True)
+        for name, tensor in values.items():
+            if name not in dropped:
+                parts.setdefault(name, []).append(part.rows(name, tensor))
+    joined = {name: torch.cat(rows) for name, rows in parts.items()}
+    for name in filter(operator.is_parameter, joined):
+        # the pairs come batch entry by batch entry
+        joined[name] = joined[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
+    return Truth(joined, given, kind, picks, form)
 
 
 def _adjust(part: Picks, kind: str, cotangent: Tensor, output: Tensor, leaves: Named) -> None:

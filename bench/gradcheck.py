@@ -220,15 +220,15 @@ def run_case(
     """Check every variant in one case; whatever one raises is its outcome. advance is called with a label
     after each."""
     tensors, cotangents = make_case(operator, shape, case, *settings)
-    truth = accuracy.compute_truth(operator, shape, tensors, cotangents, kinds=(AS_GIVEN,), recurrent=True)
-    del truth.values[AS_GIVEN][operator.output]  # which `tfla-tk compare` checks
+    truth = accuracy.compute_truth(operator, shape, tensors, cotangents, AS_GIVEN, recurrent=True)
+    del truth.values[operator.output]  # which `tfla-tk compare` checks
     limits = operator.tolerances(settings.dtype)
     found = []
     for variant in variants:
         outcome = Outcome(variant)
         with lifted_guard(operator, [variant], WHICH, settings.device) as lifted:
             outcome.notes += [f"{variant.call}: {fla.NOTE}"] * lifted
-            outcome.run(partial(check, outcome, tensors, cotangents, truth, AS_GIVEN, limits))
+            outcome.run(partial(check, outcome, tensors, truth, limits))
         found.append(Checked(operator, shape, case, truth.form, outcome))
         advance(f"{_title_of(operator)}, {shape}, {case}: {variant.call}")
     return found
@@ -313,6 +313,6 @@ def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:
         "partial": outcome.partial,
         "status": outcome.status,
         "reason": outcome.reason,
-        "rel_err": {name: rounded(x, 3) if x == x else None for name, x in errors.items()},
+        "rel_err": {name: rounded("rel_err", x) if x == x else None for name, x in errors.items()},
         "tolerance": {name: limits[name] for name in errors},
     }

@@ -209,11 +209,11 @@ def measure(task: Task) -> list[Outcome]:
 
         return outcome.run(attempt) if outcome.status == OK else None
 
-    def add(batch: int, key: str, work: Callable[[], float | None], digits: int) -> None:
+    def add(batch: int, key: str, work: Callable[[], float | None]) -> None:
         for outcome in outcomes:
             figure = run(outcome, work)
             if figure is not None:
-                outcome.rows[batch][key] = rounded(figure, digits)
+                outcome.rows[batch][key] = rounded(key, figure)
 
     for batch in task.batches:
         step = make_step(batch)
@@ -234,9 +234,9 @@ def measure(task: Task) -> list[Outcome]:
                 row = new_row(MODEL, task.shape(batch), task.phase, outcome.variant, dtype, found, **figures)
                 outcome.rows[batch] = row
         if by_events:
-            add(batch, "graph_ms", partial(_graph_ms, task, step, stopwatch), 5)
+            add(batch, "graph_ms", partial(_graph_ms, task, step, stopwatch))
     for batch in task.batches if task.on_gpu else ():
-        add(batch, "kernel_share", partial(_kernel_share, make_step(batch), task.device), 3)
+        add(batch, "kernel_share", partial(_kernel_share, make_step(batch), task.device))
     return outcomes
 
 

@@ -108,12 +108,12 @@ def tasks_of(args: argparse.Namespace, device: torch.device) -> list[Task]:
 
 def limits(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """What an error may be, by phase: from that of the reference in the same dtypes."""
-    noise = _errors_of(outcomes, NOISE)
+    noise = errors_of(outcomes).get(NOISE, {})
     return {phase: max(floor, FACTORS[phase] * noise.get(phase, 0.0)) for phase, floor in FLOORS.items()}
 
 
-def _errors_of(outcomes: Sequence[Outcome], variant: str) -> dict[str, float]:
-    return next((each.errors for each in outcomes if each.variant == variant), {})
+def errors_of(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    return {each.variant: each.errors for each in outcomes if each.errors}
 
 
 def failures(phase: str, outcomes: Sequence[Outcome]) -> list[str]:
@@ -141,9 +141,9 @@ def make_rows(
     for outcome in outcomes:
         # the Triton step decoded with TRITON
         variant = TRITON if outcome.variant == STEP else outcome.variant
-        error = _errors_of(agreed, variant).get(task.phase, math.nan)
+        error = errors_of(agreed).get(variant, {}).get(task.phase, math.nan)
         # NaN is no figure
-        more: Row = {**facts, "rel_err": {TRUTH: rounded(error, 3)} if error == error else {}}
+        more: Row = {**facts, "rel_err": {TRUTH: rounded("rel_err", error)} if error == error else {}}
         if task.on_gpu:
             more["note"] = NOTES[task.phase] + f"; {GATES_NOTE}" * (outcome.variant == TRITON)
         rows += [row | more for row in outcome.rows.values()]
@@ -163,7 +163,7 @@ def _print(session: environment.Session, task: Task, outcomes: Sequence[Outcome]
         (outcome.variant, _cells(row, outcomes)) for outcome in outcomes for row in outcome.rows.values()
     ]
     if task.phase == AGREEMENT:
-        shown = {each.variant: each.errors for each in outcomes if each.errors} | {"limit": limits(outcomes)}
+        shown = errors_of(outcomes) | {"limit": limits(outcomes)}
         lines = [
             (name, {kind: f"{error:.1e}" for kind, error in errors.items()}) for name, errors in shown.items()
         ]

@@ -130,15 +130,10 @@ def split_offsets(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return tensors, {name: tensor for name, tensor in inputs.items() if name == OFFSETS}
 
 
-def output_of(result: Any) -> Tensor:
-    """The output of what a function returned, without the last state."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def last_state_of(result: Any) -> tuple[Tensor, ...]:
-    """The parts of the last state in what a function returned; none where it was not asked for."""
-    state = result[1] if isinstance(result, tuple) else None
-    return (state,) if isinstance(state, Tensor) else tuple(state or ())
+def parts_of(result: Any) -> tuple[Tensor, ...]:
+    """The output in what a function returned, and the parts of the last state where it was asked for."""
+    output, state = (result, None) if isinstance(result, Tensor) else result
+    return (output, state) if isinstance(state, Tensor) else (output, *(state or ()))
 
 
 def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:

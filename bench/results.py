@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,42 +187,27 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def new_row(
-    op: str,
-    shape: Shape,
-    which: str,
-    backend: str,
-    dtype: str,
-    times: Timing,
-    *,
-    rel_err: Mapping[str, float],
-    peak_mem_mb: float | None,
-    note: str = "",
-    **figures: Any,
+    op: str, shape: Shape, which: str, backend: str, dtype: str, times: Timing, **figures: Any
 ) -> Row:
     """A row of what was measured, with the digits that measurements have. which: the pass. figures: all
-    other keys; what is REQUIRED and not given is null."""
-    row: Row = {
-        **dict.fromkeys(REQUIRED),
-        "op": op,
-        "shape": shape.as_dict(),
-        "pass": which,
-        "backend": backend,
-        "dtype": dtype,
-        "ms": rounded(times.ms),
-        "ms_p20": rounded(times.p20),
-        "ms_p80": rounded(times.p80),
-        "rel_err": {name: rounded(error, 3) for name, error in rel_err.items()},
-        "peak_mem_mb": None if peak_mem_mb is None else rounded(peak_mem_mb),
-        **figures,
-    }
+    other keys, rel_err among them; what is REQUIRED and not given is null, an empty note is left out."""
+    row: Row = {**dict.fromkeys(REQUIRED), "op": op, "shape": shape.as_dict(), "pass": which}
+    row |= {"backend": backend, "dtype": dtype, "ms": times.ms, "ms_p20": times.p20, "ms_p80": times.p80}
     if times.repeats < RECORD_REPEATS:
         row["repeats"] = times.repeats
-    return row | ({"note": note} if note else {})
+    row |= {key: value for key, value in figures.items() if (key, value) != ("note", "")}
+    row["rel_err"] = {name: rounded("rel_err", error) for name, error in row["rel_err"].items()}
+    return row | {key: rounded(key, row[key]) for key in DIGITS if isinstance(row.get(key), float)}
 
 
-def rounded(value: float, digits: int = 5) -> float:
-    """A figure with the digits that a measurement can have."""
-    return float(f"{value:.{digits}g}")
+# of figures, those that a measurement can have
+DIGITS = dict.fromkeys(("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mem_mb", "graph_ms"), 5)
+DIGITS |= dict.fromkeys(("roofline", "host_us", "launch_us", "kernel_share", "rel_err"), 3)
+
+
+def rounded(key: str, value: float) -> float:
+    """A figure of a row with its DIGITS."""
+    return float(f"{value:.{DIGITS[key]}g}")
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:

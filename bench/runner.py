@@ -16,8 +16,8 @@ from tfla_tk.core.errors import UnsupportedError
 from . import accuracy, fla, results, rivals, timing
 from .accuracy import AS_GIVEN, ORTHOGONAL, RANDOM, Truth
 from .inputs import DTYPES, Named, cotangent_like
-from .operators import Operator, last_state_of, output_of, split_offsets
-from .results import BASELINES, DEFAULTS, Row, rounded
+from .operators import Operator, parts_of, split_offsets
+from .results import BASELINES, DEFAULTS, Row
 from .shapes import Shape, cost
 from .timing import Timing
 from .variants import Variant
@@ -119,7 +119,7 @@ def _check_and_time(
     try:
         inputs = operator.inputs(shape, dtype, device, settings.layout, seed, settings.forget_bias)
         drawn = {operator.output: cotangent_like(inputs["v"], seed + 1)} if which == "fwdbwd" else {}
-        truth = accuracy.compute_truth(operator, shape, inputs, drawn, kinds=tuple(dict.fromkeys(kinds)))
+        truths = {kind: accuracy.compute_truth(operator, shape, inputs, drawn, kind) for kind in set(kinds)}
     except Exception as error:  # too large for this machine: the next contest may not be
         for outcome in outcomes:
             outcome.status, outcome.reason = FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}"
@@ -128,12 +128,11 @@ def _check_and_time(
         release(device)
     for outcome, kind in zip(outcomes, kinds, strict=True):
         tell(outcome.variant.call)
-        given = {operator.output: truth.cotangents[kind]} if drawn else {}
         limits = operator.tolerances(settings.dtype, baseline=outcome.variant.family in BASELINES)
-        work = partial(check, outcome, inputs, given, truth, kind, limits)
+        work = partial(check, outcome, inputs, truths[kind], limits)
         outcome.run(work)
         release(device)
-    del truth, work  # gigabytes that nothing timed needs
+    del truths, work  # gigabytes that nothing timed needs
     tell("timed")
     _time(contest, outcomes, inputs, drawn, settings)
 
@@ -169,32 +168,29 @@ def make_step(
 
     def forward() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {operator.output: output_of(call())}
+            return {operator.output: parts_of(call())[0]}
 
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
     sources, given = list(wanted.values()), list(cotangents.values())
 
     def forward_backward() -> dict[str, Tensor]:
-        result = call()
-        found = (output_of(result), *last_state_of(result))[: len(given)]
+        found = parts_of(call())[: len(given)]
         grads = torch.autograd.grad(found, sources, given, allow_unused=unused, materialize_grads=unused)
         return {operator.output: found[0].detach(), **dict(zip(wanted, grads, strict=True))}
 
     return forward_backward if backward else forward
 
 
-def check(
-    outcome: Outcome, inputs: Named, cotangents: Named, truth: Truth, kind: str, tolerances: dict[str, float]
-) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerances. kind: of the output's
-    gradient."""
+def check(outcome: Outcome, inputs: Named, truth: Truth, tolerances: dict[str, float]) -> None:
+    """Fill the outcome's errors, and stop it where they exceed the tolerances."""
     refuse_quadratic(outcome.variant, truth.picks.shape)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
-    step = make_step(truth.picks.operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
+    unused = truth.kind == AS_GIVEN
+    step = make_step(truth.picks.operator, outcome.variant, inputs, truth.cotangents, unused=unused)
     if v.is_cuda:  # leaves NaN in the allocator's free memory: an element that a kernel does not write shows
         torch.full((v.numel() * v.element_size() // 4 + 1,), float("nan"), device=v.device)
     results = step()
-    outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
+    outcome.errors = truth.errors(rival.finish(inputs, results) if rival else results)
     outcome.partial = bool(truth.picks.left_out)
     outcome.notes += filter(None, [truth.picks.left_out])
     wrong = accuracy.failures(outcome.errors, tolerances)
@@ -250,16 +246,16 @@ def _other_times(step: timing.Step, ms: float, settings: Settings, *, always_gra
         return more
     wait = settings.stopwatch.wait
     if ms < timing.HOST_BELOW_MS:
-        more["host_us"] = rounded(timing.host_us(step, wait), 3)
+        more["host_us"] = timing.host_us(step, wait)
     if not (always_graph or ms < timing.GRAPH_BELOW_MS or more.get("host_us", 0) > 0.5e3 * ms):
         return more
     captured = timing.capture(step, settings.device)
     if captured is not None:
         replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
-        more["graph_ms"] = rounded(replayed.ms)
+        more["graph_ms"] = replayed.ms
         if captured.launches is not None:
             more["launches"] = captured.launches
-            more["launch_us"] = rounded(captured.launches * timing.launch_us(wait), 3)
+            more["launch_us"] = captured.launches * timing.launch_us(wait)
     return more
 
 
@@ -270,7 +266,7 @@ def make_row(
     operator, which, shape, _ = contest
     least = cost(operator.name, shape, which, DTYPES[settings.dtype].itemsize)
     if settings.ceilings is not None:
-        more["roofline"] = rounded(settings.ceilings.roofline_ms(least) / found.ms, 3)
+        more["roofline"] = settings.ceilings.roofline_ms(least) / found.ms
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
     more |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
     orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
@@ -283,8 +279,8 @@ def make_row(
         settings.dtype,
         found,
         schedule=outcome.variant.schedule,
-        tflops=rounded(least.flops / found.ms / 1e9),
-        gbps=rounded(least.bytes / found.ms / 1e6),
+        tflops=least.flops / found.ms / 1e9,
+        gbps=least.bytes / found.ms / 1e6,
         peak_mem_mb=None if peak is None else peak / 2**20,
         rel_err=outcome.errors,
         note="; ".join([*omits, *outcome.notes]),

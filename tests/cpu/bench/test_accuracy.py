@@ -10,7 +10,7 @@ from tfla_tk import reference
 from tfla_tk.bench import accuracy
 from tfla_tk.bench.accuracy import ORTHOGONAL, RANDOM, Truth, compute_truth, failures
 from tfla_tk.bench.inputs import cotangent_like
-from tfla_tk.bench.operators import OPERATORS, output_of, split_offsets
+from tfla_tk.bench.operators import OPERATORS, parts_of, split_offsets
 from tfla_tk.bench.shapes import SETS, Shape, cost
 
 CPU = torch.device("cpu")
@@ -40,23 +40,23 @@ def test_error_of_an_exact_result_is_zero_and_of_a_scaled_one_known(inputs, monk
         monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
         truth, h = truth_of(EXP, inputs, SHAPE, "fwd"), right.clone()
         assert not truth.picks.left_out
-        assert truth.errors(RANDOM, {"h": h})["h"] < 1e-14
-        assert truth.errors(RANDOM, {"h": 1.25 * h})["h"] == pytest.approx(0.25)
+        assert truth.errors({"h": h})["h"] < 1e-14
+        assert truth.errors({"h": 1.25 * h})["h"] == pytest.approx(0.25)
         for bad in (math.nan, math.inf):
             h[1, 2, 79, 31] = bad
-            errors = truth.errors(RANDOM, {"h": h})
+            errors = truth.errors({"h": h})
             assert math.isnan(errors["h"]) and failures(errors, {"h": 1e9}) == ["h is not finite"]
 
 
 def test_no_gradient_is_taken_where_it_jumps() -> None:
     """In one row |s q.n| is brought to its floor, where rounding of q decides dq and dk."""
     inputs = inputs_of(EXP, dtype=torch.float32)
-    usual = truth_of(EXP, inputs, SHAPE, "fwdbwd").cotangents[RANDOM]
+    usual = truth_of(EXP, inputs, SHAPE, "fwdbwd").cotangents["h"]
     terms = reference.mlstm_forward_terms(*(x.double() for x in inputs.values()))
     relative = terms.d.abs() * terms.m_t.exp()
     row = tuple(int(x) for x in torch.unravel_index(relative.argmax(), relative.shape))
     inputs["q"][row] /= relative[row]  # m does not depend on q
-    found = truth_of(EXP, inputs, SHAPE, "fwdbwd").cotangents[RANDOM]
+    found = truth_of(EXP, inputs, SHAPE, "fwdbwd").cotangents["h"]
     assert usual[row].any()
     assert torch.equal(found, usual.index_put(tuple(map(torch.tensor, row)), torch.zeros(())))
 
@@ -73,17 +73,17 @@ def test_no_gradient_is_taken_where_it_jumps() -> None:
 
 
 def test_orthogonal_cotangent_hides_the_normaliser(inputs) -> None:
-    truth = truth_of(EXP, inputs, SHAPE, "fwdbwd", kinds=(RANDOM, ORTHOGONAL))
-    h = truth.values[RANDOM]["h"].unflatten(0, (2, 3))
-    along = {kind: (x.double() * h).sum(-1).norm() for kind, x in truth.cotangents.items()}
-    assert along[ORTHOGONAL] < 0.01 * along[RANDOM]
     # a backward without the normaliser's part, as the Triton kernels have it
-    leaves = {name: tensor.double().requires_grad_() for name, tensor in inputs.items()}
-    found = {}
+    leaves = {f"d{name}": tensor.double().requires_grad_() for name, tensor in inputs.items()}
+    h = _without_normaliser_gradient(*leaves.values())
+    found, along = {}, {}
     for kind in (RANDOM, ORTHOGONAL):
-        h = _without_normaliser_gradient(*leaves.values())
-        grads = torch.autograd.grad(h, list(leaves.values()), truth.cotangents[kind].double())
-        found[kind] = truth.errors(kind, {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)})
+        truth = truth_of(EXP, inputs, SHAPE, "fwdbwd", kind=kind)
+        given = truth.cotangents["h"].double()
+        along[kind] = (given * truth.values["h"].unflatten(0, (2, 3))).sum(-1).norm()
+        grads = torch.autograd.grad(h, list(leaves.values()), given, retain_graph=True)
+        found[kind] = truth.errors(dict(zip(leaves, grads, strict=True)))
+    assert along[ORTHOGONAL] < 0.01 * along[RANDOM]
     assert found[RANDOM]["dq"] > 0.1 and found[RANDOM]["dk"] > 0.1
     assert found[ORTHOGONAL]["dq"] < 0.01 and found[ORTHOGONAL]["dk"] < 0.01
     assert found[RANDOM]["dv"] < 1e-10
@@ -108,9 +108,9 @@ def test_a_part_of_the_heads_where_all_would_take_too_long(inputs, monkeypatch) 
     h = reference.mlstm_chunkwise(*(tensor.double() for tensor in inputs.values()))
     # what was not picked is not looked at
     h[0, 1] = 0
-    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-14
+    assert truth.errors({"h": h})["h"] < 1e-14
     h[1, 1] = 0
-    assert truth.errors(RANDOM, {"h": h})["h"] > 0.1
+    assert truth.errors({"h": h})["h"] > 0.1
 
 
 PACKED = Shape(1, 90, 2, 16, 32, N=9)
@@ -122,19 +122,19 @@ def test_packed_sequences_are_judged_each_for_itself(monkeypatch, operator) -> N
     tensors, offsets = split_offsets(inputs)
     leaves = [tensor.double().requires_grad_() for tensor in tensors.values()]
     decay = {} if operator.decay is None else {"g_gamma": operator.decay(2)}
-    output = output_of(operator.truth(*leaves, **offsets, **operator.options, **decay))
+    output = parts_of(operator.truth(*leaves, **offsets, **operator.options, **decay))[0]
     # one sequence in place of all
-    whole = output_of(operator.truth(*leaves, **operator.options, **decay))
+    whole = parts_of(operator.truth(*leaves, **operator.options, **decay))[0]
     for slice_bytes in (1, 2**28):
         monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
         truth = truth_of(operator, inputs, PACKED, "fwdbwd")
-        given = truth.cotangents[RANDOM].double()
+        given = truth.cotangents[operator.output].double()
         grads = torch.autograd.grad(output, leaves, given, retain_graph=True)
         errors = truth.errors(
-            RANDOM, {operator.output: output, **dict(zip((f"d{x}" for x in tensors), grads, strict=True))}
+            {operator.output: output, **dict(zip((f"d{x}" for x in tensors), grads, strict=True))}
         )
         assert list(errors) == [operator.output, *(f"d{x}" for x in tensors)] and max(errors.values()) < 1e-10
-        assert truth.errors(RANDOM, {operator.output: whole})[operator.output] > 0.1
+        assert truth.errors({operator.output: whole})[operator.output] > 0.1
         assert not truth.picks.left_out
 
 
@@ -149,13 +149,13 @@ def test_a_sample_of_many_packed_sequences(monkeypatch) -> None:
         *(x.double() if x.is_floating_point() else x for x in list(inputs.values())[:5]),
         cu_seqlens=inputs["cu_seqlens"],
     )
-    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-13
+    assert truth.errors({"h": h})["h"] < 1e-13
     for sequence in range(9):
         changed = h.clone()
         changed[:, 1, ends[sequence]] += 1
-        assert (truth.errors(RANDOM, {"h": changed})["h"] > 0.01) == (sequence in (0, 4, 8))
+        assert (truth.errors({"h": changed})["h"] > 0.01) == (sequence in (0, 4, 8))
         changed[:, 1, ends[sequence]] = math.nan
-        assert math.isnan(truth.errors(RANDOM, {"h": changed})["h"])
+        assert math.isnan(truth.errors({"h": changed})["h"])
 
 
 def test_failures_name_what_exceeds() -> None:

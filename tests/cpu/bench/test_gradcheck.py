@@ -211,7 +211,7 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> Non
     shape = Shape(2, 40, 2, 16, 32)
     (case,) = cases_of(operator, shape, ["normal+initial+last"])
     tensors, cotangents = make_case(operator, shape, case, CPU, "fp32", 3)
-    given = {"kinds": (accuracy.AS_GIVEN,), "recurrent": True}
+    given = {"kind": accuracy.AS_GIVEN, "recurrent": True}
     leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
     output, state = parallel_of(operator, 2)(**leaves, **{operator.last: True})
     results = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
@@ -222,7 +222,7 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> Non
         monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
         truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
         assert truth.form == ("chunkwise" if slice_bytes == 1 else "recurrent") and not truth.picks.left_out
-        errors = truth.errors(accuracy.AS_GIVEN, found)
+        errors = truth.errors(found)
         assert list(errors) == [f"d{name}" for name in tensors if name != "m_initial"]
         assert max(errors.values()) < 1e-11
     # which all have a tolerance in every dtype
@@ -230,7 +230,7 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> Non
     # a sum over the whole call is told where all of it is picked
     monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", 1.0)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
-    errors = truth.errors(accuracy.AS_GIVEN, found)
+    errors = truth.errors(found)
     assert truth.picks.left_out and max(errors.values()) < 1e-11
     assert not {f"d{name}" for name in operator.parameters} & set(errors)
 
