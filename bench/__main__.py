@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfla_tk.cli import run_command
 
-from . import ablation, api, compare, generate, model_step, plots, readme, results, step
+from . import ablation, api, generate, model_step, plots, readme, results, step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("files", type=Path, nargs="+", help="with markers: README.md, docs/results.md")
     command = add("api", _api, "write the API page from the docstrings")
     command.add_argument("page", type=Path, help="docs/api.md")
-    compare.add_run_arguments(add("ablation", ablation.run, "time mLSTM's forward with and without overlap"))
-    step.add_arguments(add("step", step.run, "time one token of mLSTM against the copy rate"))
-    model_step.add_arguments(
-        add("model", model_step.run, "train, prefill and decode with xLSTM models, Triton against tk")
-    )
-    generate.add_arguments(add("generate", generate.run, "tokens per second of generate(), FLA against tk"))
+    for name, module, told in (
+        ("ablation", ablation, "time mLSTM's forward with and without overlap"),
+        ("step", step, "time one token of mLSTM against the copy rate"),
+        ("model", model_step, "train, prefill and decode with xLSTM models, Triton against tk"),
+        ("generate", generate, "tokens per second of generate(), FLA against tk"),
+    ):
+        module.add_arguments(add(name, module.run, told))
     return run_command(parser, argv)
 
 
@@ -63,7 +64,7 @@ def _readme(arguments: argparse.Namespace) -> int:
     rows = _existing(arguments.results)
     for path in arguments.files:
         print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
-        if readme.SUMMARY_BEGIN in path.read_text("utf-8") and (chosen := readme.headline(rows)):
+        if "<!-- summary:begin -->" in path.read_text("utf-8") and (chosen := readme.headline(rows)):
             plots.write_speed_ups(path.parent / readme.FIGURE, chosen)
     return 0
 

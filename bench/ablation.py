@@ -12,11 +12,14 @@ from torch import Tensor
 
 from tfla_tk.backends.tk.scalar_gate import forward
 
-from .compare import Contest, carry_out
+from .compare import add_run_arguments, carry_out
 from .operators import OPERATORS, Operator
 from .results import ABLATED, SCHEDULES
+from .runner import Contest
 from .shapes import MAIN
 from .variants import Variant
+
+add_arguments = add_run_arguments
 
 
 class Ablated(Operator):
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Both kernels of every mLSTM, at each of the main shapes; returns the exit status."""
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
-    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in SCHEDULES]
+    variants = [Variant(f"tk:{schedule}", schedule) for schedule in SCHEDULES]
     contests = [
         Contest(Ablated(**vars(OPERATORS[op])), "fwd", shape, variants) for op in ABLATED for shape in MAIN
     ]

@@ -11,16 +11,16 @@ sample is compared with the truth, as a batch that is padded to the longest.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .inputs import OFFSETS
-from .operators import Operator, last_state_of, output_of, split_offsets
-from .shapes import CHUNK, Shape
+from .inputs import OFFSETS, Named
+from .operators import Operator, parts_of, split_offsets
+from .shapes import CHUNK, Shape, cost
 
 # output gradients: zero where the gradient jumps; orthogonal to the output; as it is
 RANDOM, ORTHOGONAL, AS_GIVEN = KINDS = ("random", "orthogonal", "as given")
@@ -36,29 +36,11 @@ SEQUENCES = 1024
 def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.device) -> list[int]:
     """The (batch, head) pairs to check, evenly spread: all of them unless that takes more than FLOP_LIMIT."""
     total = shape.B * shape.H
-    flops = operator.cost(shape, which, 2).flops
+    flops = cost(operator.name, shape, which).flops
     if shape.N is not None:
         flops *= min(1.0, SEQUENCES / shape.N)
     count = max(1, min(total, int(total * FLOP_LIMIT[device.type] / flops)))
     return [pair * total // count for pair in range(count)]
-
-
-def slice_size(shape: Shape, which: str, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs the chunkwise reference may take at a time, by the fp64 tensors that it keeps: in the
-    forward the inputs, h twice and one chunk's states, by autograd all chunks'. padded: as `Picks.padded`."""
-    count, length = padded
-    per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
-    if which == "fwdbwd":
-        per_token, chunks = 6 * (shape.K + shape.V) + 6 * CHUNK, length // CHUNK + 1
-    kept = 8 * count * shape.group * (length * per_token + chunks * 4 * shape.K * shape.V)
-    return max(1, SLICE_BYTES[device.type] // kept)
-
-
-def recurrent_slice_size(shape: Shape, device: torch.device, padded: tuple[int, int]) -> int:
-    """How many pairs autograd through the recurrent form may take at a time; 0 where it takes too long."""
-    count, length = padded
-    kept = 8 * KEPT_PER_STEP * count * length * shape.group * shape.K * shape.V
-    return SLICE_BYTES[device.type] // kept if length <= RECURRENT_TOKENS else 0
 
 
 @dataclass(frozen=True)
@@ -66,105 +48,93 @@ class Picks:
     """What of a call is compared with the truth.
 
     Attributes:
+        operator, shape: of the call.
         batch, head: [P] indices of the pairs.
-        heads: of q and k in all.
         sequences: [n] indices of the packed sequences; None where none are packed.
         tokens: [n, L] the tokens of each, padded to the longest; n is 1 and L is T where none are packed.
         filled: [n, L] where that is no padding.
-        all_pairs, all_sequences: nothing was left out.
+        left_out: what is not, in words; empty where nothing was left out.
     """
 
+    operator: Operator
+    shape: Shape
     batch: Tensor
     head: Tensor
-    heads: int
     sequences: Tensor | None
     tokens: Tensor
     filled: Tensor
-    all_pairs: bool
-    all_sequences: bool
+    left_out: str
 
     def split(self, size: int) -> "list[Picks]":
         """The same in parts of so many pairs."""
         parts = zip(self.batch.split(size), self.head.split(size), strict=True)
         return [replace(self, batch=batch, head=head) for batch, head in parts]
 
-    @property
-    def padded(self) -> tuple[int, int]:
-        """Sequences of a pair, and the length that they are padded to."""
-        return self.tokens.shape[0], self.tokens.shape[1]
-
-    @property
-    def left_out(self) -> str:
-        """What was not compared, in words."""
-        parts = ["heads"] * (not self.all_pairs) + ["sequences"] * (not self.all_sequences)
-        return f"error on a part of the {' and of the '.join(parts)}" if parts else ""
-
-    def take(self, operator: Operator, name: str, tensor: Tensor) -> Tensor:
+    def take(self, name: str, tensor: Tensor) -> Tensor:
         """The picked part of an argument, of a result, or of the gradient "d<name>" of one: tokens [n,
         heads, L, ...] in the operator's layout, a state [n, heads, ...], of a parameter the numbers of the
         heads for each batch entry."""
+        operator = self.operator
         if operator.is_parameter(name):
-            return tensor.view(self.heads, -1)[self.head].flatten()
-        if operator.is_state(name) and self.sequences is not None:
+            return tensor.view(self.shape.H, -1)[self.head].flatten()
+        is_state, packed = operator.is_state(name), self.sequences is not None
+        if is_state and packed:
             return self._grouped(tensor)[self.sequences][:, self.head].flatten(1, 2)
-        is_state = operator.is_state(name)
         whole = self._grouped(tensor if is_state else operator.head_first(tensor))
         own = whole[self.batch, self.head].flatten(0, 1)
         if is_state:
             return own[None]
         # packed sequences are taken out of the one row that they are in
-        return operator.head_first(
-            own[None] if self.sequences is None else own[:, self.tokens].transpose(0, 1)
-        )
+        return operator.head_first(own[:, self.tokens].transpose(0, 1) if packed else own[None])
 
-    def rows(self, operator: Operator, name: str, taken: Tensor) -> Tensor:
+    def rows(self, name: str, taken: Tensor) -> Tensor:
         """What `take` gave head by head, without the padding: [heads, tokens, ...] or [heads, n, ...]."""
-        if operator.is_parameter(name):
+        if self.operator.is_parameter(name):
             return taken
-        if operator.is_state(name):
+        if self.operator.is_state(name):
             return taken.transpose(0, 1)
-        first = operator.head_first(taken)
+        first = self.operator.head_first(taken)
         return first[0] if self.sequences is None else first.transpose(0, 1)[:, self.filled]
 
-    def put(self, operator: Operator, tensor: Tensor, taken: Tensor) -> None:
+    def put(self, tensor: Tensor, taken: Tensor) -> None:
         """Write back, in place, what `take` gave of a tensor of all tokens."""
-        grouped = self._grouped(operator.head_first(tensor))
-        members = torch.arange(grouped.shape[2], device=tensor.device)[:, None]
-        rows = self.rows(operator, operator.output, taken).unflatten(0, (-1, grouped.shape[2]))
+        grouped = self._grouped(self.operator.head_first(tensor))
+        members = torch.arange(self.shape.group, device=tensor.device)[:, None]
+        rows = self.rows(self.operator.output, taken).unflatten(0, (-1, self.shape.group))
         places = self.batch[:, None, None], self.head[:, None, None], members, self.tokens[self.filled]
         grouped[places] = rows.to(tensor.dtype)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[B, H, group, ...]: heads of v that share one of q and k are a group, others stand alone."""
-        return tensor.unflatten(1, (self.heads, tensor.shape[1] // self.heads))
+        return tensor.unflatten(1, (self.shape.H, -1))
 
-    def decays(self, operator: Operator, value_heads: int) -> dict[str, Tensor]:
+    def decays(self) -> dict[str, Tensor]:
         """g_gamma of the heads that were taken, where the operator's decay is no gate."""
-        if operator.decay is None:
+        if self.operator.decay is None:
             return {}
-        every = operator.decay(value_heads, self.head.device)
+        every = self.operator.decay(self.shape.value_heads, device=self.head.device)
         return {"g_gamma": self._grouped(every[None])[0, self.head].flatten()}
 
 
-def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tensor]) -> Picks:
+def pick(operator: Operator, shape: Shape, which: str, inputs: Named) -> Picks:
     """What of a call with these inputs is compared with the truth."""
     device = inputs["v"].device
-    pairs = pick_pairs(operator, shape, which, device)
-    indices = torch.tensor(pairs, device=device)
-    batch, head = indices // shape.H, indices % shape.H
-    every = len(pairs) == shape.B * shape.H
-    if OFFSETS not in inputs:
-        tokens = torch.arange(shape.T, device=device)[None]
-        return Picks(batch, head, shape.H, None, tokens, torch.ones_like(tokens).bool(), every, True)
-    starts, ends = inputs[OFFSETS][:-1].long(), inputs[OFFSETS][1:].long()
-    total = starts.numel()
-    count = min(total, SEQUENCES)
-    chosen = torch.arange(count, device=device) * (total - 1) // max(count - 1, 1)
-    lengths = (ends - starts)[chosen]
-    steps = torch.arange(int(lengths.max()), device=device)
-    filled = steps < lengths[:, None]
-    tokens = torch.where(filled, starts[chosen, None] + steps, starts[chosen, None])
-    return Picks(batch, head, shape.H, chosen, tokens, filled, every, count == total)
+    pairs = torch.tensor(pick_pairs(operator, shape, which, device), device=device)
+    chosen, tokens = None, torch.arange(shape.T, device=device)[None]
+    filled = torch.ones_like(tokens).bool()
+    missing = ["heads"] * (len(pairs) < shape.B * shape.H)
+    if OFFSETS in inputs:
+        starts, ends = inputs[OFFSETS][:-1].long(), inputs[OFFSETS][1:].long()
+        total = starts.numel()
+        count = min(total, SEQUENCES)
+        chosen = torch.arange(count, device=device) * (total - 1) // max(count - 1, 1)
+        lengths = (ends - starts)[chosen]
+        steps = torch.arange(int(lengths.max()), device=device)
+        filled = steps < lengths[:, None]
+        tokens = starts[chosen, None] + torch.where(filled, steps, 0)
+        missing += ["sequences"] * (count < total)
+    left_out = f"error on a part of the {' and of the '.join(missing)}" if missing else ""
+    return Picks(operator, shape, pairs // shape.H, pairs % shape.H, chosen, tokens, filled, left_out)
 
 
 @dataclass(frozen=True)
@@ -172,40 +142,31 @@ class Truth:
     """fp64 results on what was picked.
 
     Attributes:
-        values: per output gradient kind (KINDS): the output and the gradients, each [heads, tokens(, D)],
-            those of states [heads, n, ...], those of parameters [heads].
-        cotangents: per kind, the output gradient in the output's layout and the inputs' dtype; empty without
-            gradients.
+        values: the output and the gradients, each [heads, tokens(, D)], those of states [heads, n, ...],
+            those of parameters [heads].
+        cotangents: as `compute_truth` takes them, that of the output as its kind is.
+        kind: of the output's gradient, one of KINDS.
         picks: what they stand for.
-        operator: whose results they are.
         form: of the reference, "recurrent" or "chunkwise".
     """
 
-    values: dict[str, dict[str, Tensor]]
+    values: dict[str, Tensor]
     cotangents: dict[str, Tensor]
+    kind: str
     picks: Picks
-    operator: Operator
     form: str
 
-    @property
-    def partial(self) -> bool:
-        """Not everything was picked."""
-        return bool(self.picks.left_out)
-
-    def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
+    def errors(self, found: Named) -> dict[str, float]:
         """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
         A parameter's gradient is left out where not everything was picked."""
-        values = self.values[kind]
-        return {
-            name: self._error(name, values[name], tensor) for name, tensor in found.items() if name in values
-        }
+        named = {name: x for name, x in found.items() if name in self.values}
+        return {name: self._error(name, self.values[name], x) for name, x in named.items()}
 
     def _error(self, name: str, truth: Tensor, found: Tensor) -> float:
         if not found.isfinite().all():
-            return float("nan")
-        operator, picks = self.operator, self.picks
-        if not operator.is_parameter(name):
-            found = picks.rows(operator, name, picks.take(operator, name, found))
+            return math.nan
+        if not self.picks.operator.is_parameter(name):
+            found = self.picks.rows(name, self.picks.take(name, found))
         difference = torch.zeros((), dtype=torch.float64, device=truth.device)
         norm = torch.zeros_like(difference)
         # one head at a time: a few fp64 matrices of [T, D] in memory
@@ -216,13 +177,28 @@ class Truth:
         return ratio if math.isfinite(ratio) else math.nan
 
 
+def slice_size(picks: Picks, which: str) -> int:
+    """How many pairs the reference may take at a time, by the fp64 tensors that it keeps: in the forward
+    ("fwd") the inputs, h twice and one chunk's states, by autograd ("fwdbwd") all chunks', in the form
+    "recurrent" every token's; 0 where that takes too long."""
+    shape, (count, length) = picks.shape, picks.tokens.shape
+    states, per_token, chunks = shape.K * shape.V, 2 * (shape.K + 1) + 3 * shape.V, 1
+    if which == "fwdbwd":
+        per_token, chunks = 6 * (shape.K + shape.V) + 6 * CHUNK, length // CHUNK + 1
+    if which == "recurrent":
+        per_token, chunks = KEPT_PER_STEP * states, 0
+    kept = 8 * count * shape.group * (length * per_token + chunks * 4 * states)
+    too_long = which == "recurrent" and length > RECURRENT_TOKENS
+    return 0 if too_long else SLICE_BYTES[picks.tokens.device.type] // kept
+
+
 def compute_truth(
     operator: Operator,
     shape: Shape,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
+    inputs: Named,
+    cotangents: Named,
+    kind: str = RANDOM,
     *,
-    kinds: Sequence[str] = (RANDOM,),
     recurrent: bool = False,
 ) -> Truth:
     """Run the reference in fp64 on the rounded inputs.
@@ -231,87 +207,59 @@ def compute_truth(
         inputs: as the backends get them.
         cotangents: gradients of the output and, named as the initial states are, of the last ones; empty
             where the output alone is wanted.
-        kinds: what is made of the output's gradient, each of KINDS.
+        kind: what is made of the output's gradient, one of KINDS.
         recurrent: take the recurrent form where it takes no more than minutes.
     """
     output, tensors = operator.output, split_offsets(inputs)[0]
-    device, which = tensors["v"].device, "fwdbwd" if cotangents else "fwd"
+    which = "fwdbwd" if cotangents else "fwd"
     picks = pick(operator, shape, which, inputs)
     # the padding of packed sequences changes their last states
     assert picks.sequences is None or len(cotangents) <= 1
     form, function = "chunkwise", partial(operator.truth, chunk_size=CHUNK)
-    size = slice_size(shape, which, device, picks.padded)
-    if recurrent and operator.recurrent and (fits := recurrent_slice_size(shape, device, picks.padded)):
+    size = max(1, slice_size(picks, which))
+    if recurrent and operator.recurrent and (fits := slice_size(picks, "recurrent")):
         form, function, size = "recurrent", partial(operator.recurrent), fits
-    given = {kind: dict(cotangents) for kind in kinds}
-    if cotangents and tuple(kinds) != (AS_GIVEN,):
-        for changed in given.values():
-            changed[output] = changed[output].clone()
+    given = {name: x.clone() for name, x in cotangents.items()}
     # a gradient that is a sum over the whole call is told where all of it is picked
     dropped = {f"d{name}" for name in operator.parameters} if picks.left_out else set()
-    parts: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in kinds}
+    last = {operator.last: True} if len(cotangents) > 1 else {}
+    parts: dict[str, list[Tensor]] = {}
     for part in picks.split(size):
-        leaves = {name: part.take(operator, name, tensor).double() for name, tensor in tensors.items()}
-        wanted = {name: leaf for name, leaf in leaves.items() if name not in operator.constants}
+        leaves = {name: part.take(name, tensor).double() for name, tensor in tensors.items()}
+        wanted = {f"d{name}": leaf for name, leaf in leaves.items() if name not in operator.constants}
         for leaf in wanted.values():
             leaf.requires_grad_(bool(cotangents))
-        last = {operator.last: True} if len(cotangents) > 1 else {}
-        options = {**operator.options, **part.decays(operator, shape.value_heads), **last}
-        result = function(**leaves, **options)
-        found = (output_of(result), *last_state_of(result))[: max(1, len(cotangents))]
-        for kind in kinds:
-            values = {output: found[0].detach()}
-            if cotangents:
-                _adjust(operator, part, kind, given[kind][output], found[0].detach(), leaves)
-                exact = {name: part.take(operator, name, x).double() for name, x in given[kind].items()}
-                exact[output] = exact[output] * operator.head_first(part.filled[:, None, :, None])
-                grads = torch.autograd.grad(
-                    found,
-                    list(wanted.values()),
-                    list(exact.values()),
-                    retain_graph=kind != kinds[-1],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                values |= {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
-            for name, tensor in values.items():
-                if name not in dropped:
-                    parts[kind].setdefault(name, []).append(part.rows(operator, name, tensor))
-    values_of = {
-        kind: {name: torch.cat(rows) for name, rows in named.items()} for kind, named in parts.items()
-    }
-    for named in values_of.values():
-        for name in named:
-            if operator.is_parameter(name):
-                # the pairs come batch entry by batch entry
-                named[name] = named[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
-    backwards = {kind: changed[output] for kind, changed in given.items()} if cotangents else {}
-    return Truth(values_of, backwards, picks, operator, form)
+        result = function(**leaves, **operator.options, **part.decays(), **last)
+        found = parts_of(result)[: max(1, len(cotangents))]
+        values = {output: found[0].detach()}
+        if cotangents:
+            _adjust(part, kind, given[output], values[output], leaves)
+            exact = {name: part.take(name, x).double() for name, x in given.items()}
+            exact[output] = exact[output] * operator.head_first(part.filled[:, None, :, None])
+            unused = {"allow_unused": True, "materialize_grads": True}
+            grads = torch.autograd.grad(found, list(wanted.values()), list(exact.values()), **unused)
+            values |= zip(wanted, grads, strict=True)
+        for name, tensor in values.items():
+            if name not in dropped:
+                parts.setdefault(name, []).append(part.rows(name, tensor))
+    joined = {name: torch.cat(rows) for name, rows in parts.items()}
+    for name in filter(operator.is_parameter, joined):
+        # the pairs come batch entry by batch entry
+        joined[name] = joined[name].view(-1, inputs[name.removeprefix("d")].numel()).sum(0)
+    return Truth(joined, given, kind, picks, form)
 
 
-def _adjust(
-    operator: Operator,
-    part: Picks,
-    kind: str,
-    cotangent: Tensor,
-    output: Tensor,
-    leaves: Mapping[str, Tensor],
-) -> None:
+def _adjust(part: Picks, kind: str, cotangent: Tensor, output: Tensor, leaves: Named) -> None:
     """Make of the picked part of an output gradient, in place, what its kind says."""
+    operator = part.operator
     if kind == AS_GIVEN or (kind == RANDOM and operator.at_kink is None):
         return
-    own = part.take(operator, operator.output, cotangent).double()
-    if kind == ORTHOGONAL:
-        own = _orthogonal(own, output)
+    own = part.take(operator.output, cotangent).double()
+    if kind == ORTHOGONAL:  # without its part along the output row
+        own -= (own * output).sum(-1, keepdim=True) / output.square().sum(-1, keepdim=True) * output
     elif operator.at_kink is not None:
         own = own.masked_fill(operator.at_kink(*(leaf.detach() for leaf in leaves.values()))[..., None], 0)
-    part.put(operator, cotangent, own)
-
-
-def _orthogonal(cotangent: Tensor, output: Tensor) -> Tensor:
-    """Each row of the output gradient without its part along the output row."""
-    along = (cotangent * output).sum(-1, keepdim=True) / output.square().sum(-1, keepdim=True)
-    return cotangent - along * output
+    part.put(cotangent, own)
 
 
 def failures(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> list[str]:
@@ -324,9 +272,3 @@ def failures(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> li
         elif limit is not None and not error <= limit:
             found.append(f"{name} {error:.1e} > {limit:.1e}")
     return found
-
-
-def poison(nbytes: int, device: torch.device) -> None:
-    """Leave NaN in the allocator's free memory: an element that a kernel does not write shows as NaN."""
-    if device.type == "cuda":
-        torch.full((max(nbytes, 4) // 4,), float("nan"), device=device)

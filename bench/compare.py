@@ -3,57 +3,40 @@
 On a CUDA GPU: the ThunderKittens kernels, the Triton kernels, FlashQLA and mamba_ssm where installed, and the
 PyTorch reference at the benchmark shapes. Without one: the reference's forms at small shapes.
 
-Exit status: 0 done; 1 where one of this package's backends, or any backend named by --backends, computes a
-wrong result or raises; a named backend that cannot serve the call counts as well, and a named family that
-serves no call at all; 2 for wrong options, before anything runs. A baseline that fails is shown and not
-timed.
+Options and exit status: docs/benchmarks.md.
 """
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-from rich.console import Console
 
 from . import environment, plots, report, results
-from .ceilings import measure_ceilings
-from .inputs import FORGET_BIAS, LAYOUTS
+from .inputs import LAYOUTS
 from .operators import FUNCTIONS, OPERATORS, Operator
-from .runner import FAILED, UNSUPPORTED, Outcome, Settings, run_contest, unserved
+from .runner import FAILED, OK, Contest, Outcome, Settings, run_contest, unserved
 from .shapes import PASSES, SETS, Shape, parse_shapes
-from .timing import CudaStopwatch, HostStopwatch, Plan
+from .timing import CudaStopwatch, Plan, Stopwatch, measure_ceilings
 from .tuning import configs_compiled_by
-from .usage import UsageError, add_options, argument, check_outputs, finite, listed, names, positive
+from .usage import UsageError, add_options, argument, listed, names, positive
 from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
 
-GPU_PLAN = Plan(repeats=50, budget_ms=1500)
-GPU_QUICK = Plan(repeats=10, budget_ms=500)
-CPU_PLAN = Plan(repeats=7, budget_ms=1000)
-CPU_QUICK = Plan(repeats=3, budget_ms=200)
-
-
-class Contest(NamedTuple):
-    """One table: the variants of an operator on one shape and pass."""
-
-    operator: Operator
-    which: str
-    shape: Shape
-    variants: Sequence[Variant]
+# on a GPU, with --quick
+PLANS = {
+    (True, False): Plan(repeats=50, budget_ms=1500),
+    (True, True): Plan(repeats=10, budget_ms=500),
+    (False, False): Plan(repeats=7, budget_ms=1000),
+    (False, True): Plan(repeats=3, budget_ms=200),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk compare`."""
     add_problem_arguments(parser, shapes="main on a GPU, small without one", families=COMPARED)
-    parser.add_argument(
-        "--pass",
-        dest="passes",
-        type=names(PASSES),
-        default=["fwd"],
-        metavar="PASS,..",
-        help="of fwd, fwdbwd (default: fwd)",
-    )
+    told: dict[str, Any] = {"metavar": "PASS,..", "help": "of fwd, fwdbwd (default: fwd)"}
+    parser.add_argument("--pass", dest="passes", type=names(PASSES), default=["fwd"], **told)
     add_run_arguments(parser)
 
 
@@ -62,79 +45,56 @@ def add_problem_arguments(
 ) -> None:
     """What is computed and by which backends. shapes: the default ones, in words. families: what
     --backends names."""
-    ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
-    add(
-        "--op",
-        type=names(OPERATORS, FUNCTIONS),
-        default=list(OPERATORS),
-        metavar="OP,..",
-        help=f"of {ops}, or public functions such as chunk_gla (default: all)",
+    told = f"of {', '.join(OPERATORS)}, or public functions such as chunk_gla (default: all)"
+    add("--op", type=names(OPERATORS, FUNCTIONS), default=list(OPERATORS), metavar="OP,..", help=told)
+    told = (
+        f"comma-separated: {', '.join(SETS)}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for "
+        f"packed sequences, xHV.. for heads of v (default: {shapes})"
     )
-    add(
-        "--shapes",
-        type=argument(parse_shapes),
-        metavar="SHAPES",
-        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for packed "
-        f"sequences, xHV.. for heads of v (default: {shapes})",
+    add("--shapes", type=argument(parse_shapes), metavar="SHAPES", help=told)
+    told = (
+        f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
+        "(default: all on a GPU, reference without one)"
     )
-    add(
-        "--backends",
-        type=argument(listed),
-        metavar="NAME,..",
-        help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
-        "(default: all on a GPU, reference without one)",
-    )
+    add("--backends", type=argument(listed), metavar="NAME,..", help=told)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `carry_out`: the inputs, how long to measure, and where the rows go."""
-    add = parser.add_argument
-    add_options(parser, "--dtype")
-    add(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="memory order of q, k, v of mLSTM: bnsd contiguous (default), bsnd as models pass them",
-    )
-    add(
-        "--forget-bias",
-        type=argument(finite),
-        default=FORGET_BIAS,
-        metavar="BIAS",
-        help=f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
-    )
-    add_options(parser, "--json", "--csv", "--plot", "--update-results", "--commit", "--seed")
-    add(
-        "--tuning-threads",
-        type=argument(positive),
-        default=1,
-        metavar="N",
-        help="that compile the configurations of a Triton autotuner before it times them (default: 1)",
-    )
+    inputs, files = ("--dtype", "--layout", "--forget-bias"), ("--json", "--csv", "--plot")
+    add_options(parser, *inputs, *files, "--update-results", "--commit", "--seed")
+    told = "that compile the configurations of a Triton autotuner before it times them (default: 1)"
+    parser.add_argument("--tuning-threads", type=argument(positive), default=1, metavar="N", help=told)
     add_options(parser, "--quick")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison that the options describe; returns the exit status."""
-    on_gpu = torch.cuda.is_available()
-    check_named([OPERATORS[op] for op in args.op], args.backends, rivals=True)
-    shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
     for op in args.op:
         if args.layout != LAYOUTS[0] and OPERATORS[op].layout != LAYOUTS[0]:
-            raise UsageError(
-                f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
-            )
-    variants = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu, rivals=True) for op in args.op}
-    served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
+            expected = f"expected {LAYOUTS[0]} for {op}, which has no other"
+            raise UsageError(f"--layout: {expected}, got {args.layout}")
+    default = SETS["main" if torch.cuda.is_available() else "small"]
     contests = [
-        Contest(OPERATORS[op], which, shape, variants[op])
-        for op in args.op
+        Contest(operator, which, shape, variants)
+        for operator, shapes, variants in problems(args, default, rivals=True)
         for which in args.passes
-        for shape in (served[op][:1] if args.quick else served[op])
-        if variants[op]
+        for shape in (shapes[:1] if args.quick else shapes)
+        if variants
     ]
     return carry_out(args, contests)
+
+
+def problems(
+    args: argparse.Namespace, default: Sequence[Shape], *, rivals: bool = False
+) -> list[tuple[Operator, list[Shape], list[Variant]]]:
+    """The operators that the options name, each with those of the shapes and of the backends that it has.
+    rivals: as `find_variants` takes it."""
+    chosen = [OPERATORS[op] for op in args.op]
+    check_named(chosen, args.backends, rivals=rivals)
+    find = partial(find_variants, backends=args.backends, on_gpu=torch.cuda.is_available(), rivals=rivals)
+    return [(operator, shapes_of(operator, args.shapes or default), find(operator)) for operator in chosen]
 
 
 def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
@@ -146,7 +106,7 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
         except UsageError as error:
             if shape == shapes[-1] and not found:
                 raise UsageError(f"--shapes: {error}") from error
-            report.print_lines(report.make_console(), [f"{shape} left out: {error}"])
+            environment.make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
         else:
             found.append(shape)
     return found
@@ -155,107 +115,59 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
 def carry_out(args: argparse.Namespace, contests: Sequence[Contest]) -> int:
     """Run contests, print their tables and keep their rows, those of a run that is cut off, too; returns
     the exit status."""
-    console = report.make_console()
-    record = Record(args)
     if args.plot:
         plots.check_path(args.plot)
-    environment.fetch_thunderkittens()
-    settings = _settings(args)
-    _print_head(console, settings)
-    outcomes: list[Outcome] = []
-    with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
-        task = bar.add_task("", total=len(contests))
-        for operator, which, shape, variants in contests:
-            title = f"{operator.name} {which} {shape}"
-
-            def tell(label: str, title: str = title) -> None:
-                bar.update(task, description=f"{title}: {label}")
-
-            found = run_contest(operator, shape, which, variants, settings, tell)
-            bar.advance(task)
-            outcomes += found
-            heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
-            report.print_table(console, heading, report.contest_table(found))
-            report.print_lines(console, [*(f"  {line}" for line in report.reasons(found)), ""])
-            record.add([outcome.row for outcome in found if outcome.row is not None])
-    record.tell(console)
-    if args.csv:
-        report.write_csv(args.csv, record.rows)
-    if args.plot and record.rows:
-        plots.write_plot(args.plot, record.rows)
-    return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
-
-
-def _settings(args: argparse.Namespace) -> Settings:
-    device = environment.current_device()
-    on_gpu = device.type == "cuda"
-    plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
-    return Settings(
+    session = environment.Session(args)
+    on_gpu, device = session.on_gpu, session.device
+    settings = Settings(
         device=device,
         dtype=args.dtype or ("bf16" if on_gpu else "fp32"),
         layout=args.layout,
         forget_bias=args.forget_bias,
         seed=args.seed,
-        plan=plan,
-        stopwatch=CudaStopwatch(device) if on_gpu else HostStopwatch(device),
-        provenance=environment.provenance(device, args.commit),
+        plan=PLANS[on_gpu, args.quick],
+        stopwatch=(CudaStopwatch if on_gpu else Stopwatch)(device),
+        provenance=session.facts,
         ceilings=measure_ceilings(device) if on_gpu else None,
     )
+    _print_head(session, settings)
+    outcomes: list[Outcome] = []
+    with configs_compiled_by(args.tuning_threads), report.make_progress() as bar:
+        task = bar.add_task("", total=len(contests))
+        for contest in contests:
+            operator, which, shape, _ = contest
+
+            def tell(label: str, title: str = f"{operator.name} {which} {shape}") -> None:
+                bar.update(task, description=f"{title}: {label}")
+
+            found = run_contest(contest, settings, tell)
+            bar.advance(task)
+            outcomes += found
+            heading = f"{results.TITLES[operator.name]}, {report.PASS_TITLES[which]}, {shape}"
+            session.print_table(heading, report.contest_table(found))
+            session.print_lines([*(f"  {line}" for line in report.reasons(found)), ""])
+            session.add([outcome.row for outcome in found if outcome.row is not None])
+    session.tell()
+    if args.csv:
+        report.write_csv(args.csv, session.rows)
+    if args.plot and session.rows:
+        plots.write_plot(args.plot, session.rows)
+    return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
-class Record:
-    """Where the rows of a run go, each time some are there: --json, --update-results."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.rows: list[results.Row] = []
-        self._json, self._path = args.json, record_path(args)
-        check_outputs(args)
-        self._earlier = [] if self._path is None else results.load(self._path)
-
-    def add(self, rows: Sequence[results.Row]) -> None:
-        """Keep more rows."""
-        self.rows += rows
-        if self._json:
-            results.write(self._json, self.rows)
-        if self._path is not None:
-            results.write(self._path, results.merge(self._earlier, self.rows))
-
-    def tell(self, console: Console) -> None:
-        """Print what is on record now."""
-        if self._path is not None:
-            console.print(f"{len(self.rows)} rows merged into {self._path.name}")
-
-
-def record_path(args: argparse.Namespace) -> Path | None:
-    """Where --update-results writes; UsageError for figures that are not fit for the record."""
-    if not args.update_results:
-        return None
-    if not torch.cuda.is_available():
-        raise UsageError("--update-results: expected a CUDA GPU, found none")
-    if args.quick:
-        raise UsageError(f"--update-results: --quick runs fewer than {results.RECORD_REPEATS} times")
-    if not (args.commit or environment.git_commit(environment.ROOT)):
-        raise UsageError("--update-results: this is no git checkout, name what is measured with --commit")
-    return results.record_path(torch.cuda.get_device_name())
-
-
-def _print_head(console: Console, settings: Settings) -> None:
-    facts = settings.provenance
-    conditions = report.conditions_title(settings.layout, settings.forget_bias)
+def _print_head(session: environment.Session, settings: Settings) -> None:
+    conditions = report.conditions_title(vars(settings))
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
-    console.print(f"{environment.heading(facts)}; {inputs}; run {facts['run']}")
+    told = f"{environment.heading(session.facts)}; {inputs}; run {session.facts['run']}\n"
     if settings.ceilings is not None:
-        console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline.")
+        told += f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline."
     else:
-        told = "`tfla-tk doctor` tells what is missing for the kernels."
-        console.print(f"No CUDA GPU: the forms of the PyTorch reference. {told}")
-    console.print(
-        "Error: relative Frobenius against the fp64 reference on the same inputs; output, worst gradient.\n"
-    )
+        told += "No CUDA GPU: the forms of the PyTorch reference. "
+        told += "`tfla-tk doctor` tells what is missing for the kernels."
+    errors = "relative Frobenius against the fp64 reference on the same inputs; output, worst gradient."
+    session.console.print(f"{told}\nError: {errors}\n")
 
 
 def _counts_as_failure(outcome: Outcome) -> bool:
     ours = outcome.variant.family in ("tk", "reference")
-    if outcome.status == FAILED:
-        return ours or outcome.variant.named
-    return outcome.status == UNSUPPORTED and outcome.variant.named
+    return outcome.status != OK and (outcome.variant.named or (ours and outcome.status == FAILED))

@@ -1,22 +1,31 @@
-"""Where figures come from: the machine, versions, commit and run id."""
+"""What a command that measures has: the machine, versions, commit and run id, and where its rows go."""
 
+import argparse
 import contextlib
 import re
 import secrets
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from tfla_tk import build, doctor
 from tfla_tk.backends.tk.device import HOPPER
 from tfla_tk.build import prebuilt
 from tfla_tk.core.checks import counted
 
+from . import results
+from .usage import UsageError, check_outputs
+
 ROOT = Path(__file__).resolve().parent.parent
+PIPED_WIDTH = 140
 
 
 def current_device() -> torch.device:
@@ -63,17 +72,9 @@ def git_commit(root: Path) -> str | None:
     """The checked-out commit, "-dirty" where files differ from it; None where `root` is no git checkout."""
     if not (root / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return None
-    return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -86,3 +87,65 @@ def fetch_thunderkittens() -> None:
         with contextlib.suppress(build.BuildError):
             if prebuilt.index() is None:
                 build.find_thunderkittens()
+
+
+class Session:
+    """One run of a command.
+
+    Attributes:
+        device, on_gpu: what is measured on.
+        facts: what all rows share, see `provenance`.
+        console: wide enough for tables where it is piped.
+        rows: so far; `add` writes them each time, for --json and --update-results.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        check_outputs(args)
+        self.rows: list[results.Row] = []
+        self._json, self._path = args.json, record_path(args)
+        self._earlier = [] if self._path is None else results.load(self._path)
+        self.device = current_device()
+        self.on_gpu = self.device.type == "cuda"
+        self.facts = provenance(self.device, args.commit)
+        fetch_thunderkittens()
+        self.console = make_console()
+
+    def add(self, rows: Sequence[results.Row]) -> None:
+        """Keep more rows."""
+        self.rows += rows
+        if self._json:
+            results.write(self._json, self.rows)
+        if self._path is not None:
+            results.write(self._path, results.merge(self._earlier, self.rows))
+
+    def tell(self) -> None:
+        """Print what is on record now."""
+        if self._path is not None:
+            self.console.print(f"{len(self.rows)} rows merged into {self._path.name}")
+
+    def print_table(self, title: str, table: Table) -> None:
+        """A table below its title, which may be wider than it."""
+        self.console.print(Text(title, style="table.title"), soft_wrap=True)
+        self.console.print(table)
+
+    def print_lines(self, lines: Iterable[str]) -> None:
+        """Lines as they are, whatever their length and whatever brackets are in them."""
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)
+
+
+def make_console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def record_path(args: argparse.Namespace) -> Path | None:
+    """Where --update-results writes; UsageError for figures that are not fit for the record."""
+    if not args.update_results:
+        return None
+    if not torch.cuda.is_available():
+        raise UsageError("--update-results: expected a CUDA GPU, found none")
+    if args.quick:
+        raise UsageError(f"--update-results: --quick runs fewer than {results.RECORD_REPEATS} times")
+    if not (args.commit or git_commit(ROOT)):
+        raise UsageError("--update-results: this is no git checkout, name what is measured with --commit")
+    return results.record_path(torch.cuda.get_device_name())

@@ -14,13 +14,8 @@ from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.installed import find_package
 
 VARIANT = "triton:fla"
-# the functions that take more heads of v than of q and k
-WITH_VALUE_HEADS = (
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-    "fused_recurrent_gated_delta_rule",
-    "fused_recurrent_kda",
-)
+# functions of these take more heads of v than of q and k
+WITH_VALUE_HEADS = "gated_delta_rule", "kda"
 NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
 # of the packages that FLA dispatches to wherever they are installed; read by FLA at every call
@@ -34,7 +29,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
     run = getattr(_load(FLA_OPS[function]), function)
     group = v.shape[2] // q.shape[2]
-    if group > 1 and function not in WITH_VALUE_HEADS:
+    if group > 1 and not function.endswith(WITH_VALUE_HEADS):
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
     return run(q, k, v, *gates, **options)
 
@@ -59,26 +54,18 @@ def _serves(backend: Any) -> bool:
     return (backend.is_available() and backend().is_enabled()) or any(map(_serves, backend.__subclasses__()))
 
 
-def is_guarded(function: str) -> bool:
-    """Whether FLA refuses the backward of its function on this GPU with this Triton."""
-    if function not in GUARDED:
-        return False
-    try:
-        _load(FLA_OPS[function])
-    except Exception:  # a call tells what is wrong
-        return False
-    return gated_backward_is_guarded()
-
-
 @contextlib.contextmanager
 def lifted_guard(function: str) -> Iterator[bool]:
     """FLA's guard off within the block, on again after it; gives whether there was one. The guard stands
     for kernels that some versions of Triton miscompile: what is computed within the block is to be
     compared with the truth before anything else is done with it."""
-    if not is_guarded(function):
+    guard = None
+    with contextlib.suppress(Exception):  # a call tells what is wrong
+        if function in GUARDED and _load(FLA_OPS[function]) and gated_backward_is_guarded():
+            guard = guard_module()
+    if guard is None:
         yield False
         return
-    guard = guard_module()
     guard.TRITON_ABOVE_3_7_1 = True
     try:
         yield True

@@ -9,7 +9,8 @@ Exit status: 0 done; 1 where a model fails, or the kernels have not served every
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +18,17 @@ from torch import Tensor, nn
 
 from tfla_tk.integrations import fla as integration
 
-from . import compare, environment, fla, report, results
-from .results import GENERATED
+from . import environment, fla, report, results
+from .results import GENERATED, Row
 from .runner import FAILED, release, verdict_on
 from .shapes import ModelShape
-from .timing import HostStopwatch, Timing
-from .usage import add_options, argument, positive
+from .timing import Stopwatch, Timing
+from .usage import add_options
 
 PROMPT = 16
-PAD, END = 0, 1
+FULL, QUICK = (128, 5), (16, 2)  # tokens of a text, timed texts
 VARIANTS = ("tk", fla.VARIANT)
-TOKENS = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 2}
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 class Sizes(NamedTuple):
@@ -93,17 +94,16 @@ def take_cache(model: nn.Module) -> nn.Module:
     return model
 
 
-MAKE: dict[str, Callable[[Sizes], nn.Module]] = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
-_ON_A_GPU = Sizes(4, 2048, 32768, 16, 128, 128, 32), Sizes(4, 2048, 32768, 4, 256, 512, 4)
-ON_A_GPU = dict(zip(GENERATED, _ON_A_GPU, strict=True))
+MAKE = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
 ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
+ON_A_GPU = {
+    GENERATED[0]: Sizes(4, 2048, 32768, 16, 128, 128, 32),
+    GENERATED[1]: Sizes(4, 2048, 32768, 4, 256, 512, 4),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench generate`."""
-    add = parser.add_argument
-    add("--new", type=argument(positive), default=128, metavar="N", help="tokens of a text (default: 128)")
-    add("--repeats", type=argument(positive), default=5, metavar="N", help="timed runs (default: 5)")
     add_options(parser, "--json", "--update-results", "--commit")
     add_options(parser, "--seed", help="of weights and prompts (default: 0)")
     add_options(parser, "--quick", help="batch 1, 16 tokens, 2 runs")
@@ -111,93 +111,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the models, print their tables and keep the rows; returns the exit status."""
-    record = compare.Record(args)
-    device = environment.current_device()
-    provenance = environment.provenance(device, args.commit)
-    environment.fetch_thunderkittens()
-    console = report.make_console()
-    console.print(f"{environment.heading(provenance)}; run {provenance['run']}; prompts of {PROMPT} tokens")
-    on_gpu = device.type == "cuda"
-    new, repeats = (16, 2) if args.quick else (args.new, args.repeats)
-    batches = (1,) if args.quick or not on_gpu else (1, 64)
+    session = environment.Session(args)
+    new, repeats = QUICK if args.quick else FULL
+    batches = (1,) if args.quick or not session.on_gpu else (1, 64)
+    told = f"run {session.facts['run']}; prompts of {PROMPT} tokens"
+    session.console.print(f"{environment.heading(session.facts)}; {told}")
+    note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
+    more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **session.facts}
     failed: list[str] = []
-    for name, sizes in (ON_A_GPU if on_gpu else ON_A_CPU).items():
+    for name, sizes in (ON_A_GPU if session.on_gpu else ON_A_CPU).items():
+        model_title = results.TITLES[name]
+        rows: list[Row] = []
         try:
-            found = _measure(name, sizes, device, args.seed, batches, new, repeats)
+            torch.manual_seed(args.seed)
+            dtype = torch.bfloat16 if session.on_gpu else torch.float32
+            model = MAKE[name](sizes).to(session.device, dtype).eval()
+            for batch in batches:
+                prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=session.device)
+                found = _measure(model, prompt, new, repeats, session)
+                for variant, (times, refused) in found.items():
+                    kind = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
+                    rows.append(
+                        results.new_row(name, sizes.shape(batch, new), "decode", *kind, times, **more)
+                    )
+                    failed += [f"{model_title}, B{batch}: {told}" for told in refused]
         except Exception as error:  # of a package of others: the next model may run
-            failed.append(f"{results.TITLES[name]}: {FAILED}: {verdict_on(error)[1]}")
+            failed.append(f"{model_title}: {FAILED}: {verdict_on(error)[1]}")
             continue
         finally:
             integration.restore()
-            release(device)
-        lines, rows = [], []
-        for (batch, variant), (times, refused) in found.items():
-            shape = sizes.shape(batch, new)
-            backend = variant if on_gpu else "reference"
-            failed += [f"{results.TITLES[name]}, B{batch}: {told}" for told in refused]
-            cells = {"B": str(batch), "ms a token": report.milliseconds(times.ms / new)}
-            cells |= {"tokens/s": f"{batch * new / times.ms * 1e3:,.0f}"}
-            best = found.get((batch, fla.VARIANT))
-            if best is not None:
-                cells["speed-up"] = f"{best[0].ms / times.ms:.2f}x"
-            lines.append((backend, cells))
-            note = f"generate() with prompts of {PROMPT} tokens, without CUDA graphs"
-            more = {"rel_err": {}, "peak_mem_mb": None, "note": note, **provenance}
-            dtype = "bf16" if on_gpu else "fp32"
-            rows.append(results.new_row(name, shape, "decode", backend, dtype, times, **more))
-        title = f"{results.TITLES[name]}, {sizes.shape(batches[-1], new)}"
-        report.print_table(console, title, report.filled_table("variant", lines))
-        record.add(rows)
-    report.print_lines(console, [f"  {line}" for line in failed])
-    record.tell(console)
+            release(session.device)
+        lines = [(row["backend"], _cells(row, rows)) for row in rows]
+        title = f"{model_title}, {sizes.shape(batches[-1], new)}"
+        session.print_table(title, report.filled_table("variant", lines))
+        session.add(rows)
+    session.print_lines(f"  {line}" for line in failed)
+    session.tell()
     return 1 if failed else 0
 
 
 def _measure(
-    name: str, sizes: Sizes, device: torch.device, seed: int, batches: tuple[int, ...], new: int, repeats: int
-) -> dict[tuple[int, str], tuple[Timing, list[str]]]:
-    """By batch and variant the times of a text, and what of it the kernels have not served."""
-    on_gpu = device.type == "cuda"
-    torch.manual_seed(seed)
-    model: Any = MAKE[name](sizes).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
-    stopwatch = HostStopwatch(device)
-    found = {}
-    for batch in batches:
-        prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=device)
-        times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if on_gpu else 1]}
-        refused: dict[str, list[str]] = {variant: [] for variant in times}
-        for turn in range(repeats + 1):
-            for variant, own in times.items():
-                ms, others = _one_text(model, variant, prompt, new, stopwatch, on_gpu=on_gpu)
-                refused[variant] = others
-                if turn > 0:  # the first one compiles
-                    own.append(ms)
+    model: Any, prompt: Tensor, new: int, repeats: int, session: environment.Session
+) -> dict[str, tuple[Timing, list[str]]]:
+    """By variant the times of a text, and what of the last one the kernels have not served."""
+    stopwatch = Stopwatch(session.device)
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[: 2 if session.on_gpu else 1]}
+    refused: dict[str, list[str]] = {}
+    for _ in range(repeats + 1):
         for variant, own in times.items():
-            found[batch, variant] = Timing.of(own), refused[variant]
-    return found
+            ms, refused[variant] = _one_text(model, variant, prompt, new, stopwatch, on_gpu=session.on_gpu)
+            own.append(ms)
+    # the first text compiles
+    return {variant: (Timing.of(own[1:]), refused[variant]) for variant, own in times.items()}
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
+    batch, new = row["shape"]["B"], row["shape"]["T"]
+    cells = {"B": str(batch), "ms a token": report.milliseconds(row["ms"] / new)}
+    cells["tokens/s"] = f"{batch * new / row['ms'] * 1e3:,.0f}"
+    for other in rows:
+        if other["backend"] == fla.VARIANT and other["shape"] == row["shape"]:
+            cells["speed-up"] = f"{other['ms'] / row['ms']:.2f}x"
+    return cells
 
 
 def _one_text(
-    model: Any, variant: str, prompt: Tensor, new: int, stopwatch: HostStopwatch, *, on_gpu: bool
+    model: Any, variant: str, prompt: Tensor, new: int, stopwatch: Stopwatch, *, on_gpu: bool
 ) -> tuple[float, list[str]]:
     """ms of `generate()`, and which of its calls the kernels have not served."""
     integration.restore()
     if variant == "tk":
         integration.accelerate()
-
-    def step() -> None:
-        with torch.no_grad():
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-            )
-
-    ms = stopwatch.run(step)()
-    paths = integration.paths()
-    wanted = "tk" if on_gpu else "reference"
+    lengths = {"max_new_tokens": new, "min_new_tokens": new}
+    mask = torch.ones_like(prompt)
+    generate = partial(model.generate, prompt, attention_mask=mask, do_sample=False, **lengths)
+    ms = stopwatch.run(torch.no_grad()(generate))()
+    paths, wanted = integration.paths(), "tk" if on_gpu else "reference"
     others = [
         f"{function} was served by {backend} {count} times"
         for function, counts in paths.items()

@@ -6,10 +6,10 @@ each of them has one run.
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +19,21 @@ from torch.utils.checkpoint import checkpoint
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import modules
 
-from .results import FP32_NATIVE
-from .runner import FAILED, release, verdict_on
+from .results import FP32_NATIVE, MODEL, Row, new_row, rounded
+from .runner import FAILED, OK, Verdict, release
 from .shapes import ModelShape
 from .text import make_text, windows
-from .timing import CudaStopwatch, HostStopwatch, Stopwatch, Timing, capture, time_one
+from .timing import CudaStopwatch, Stopwatch, Timing, capture, time_one
 
 CPU = torch.device("cpu")
 AGREEMENT = "agreement"
 TRUTH, NOISE = FP32_NATIVE, "reference"  # of the agreement; the noise is that of the reference in bf16
 INPUT_BIAS, FORGET_BIASES = -3.0, (3.0, 6.0)
 # chunkwise kernel, chunk size and step kernel; the step does not depend on the chunks
-NATIVE = ("chunkwise--native_autograd", 64, "native")
-# the fastest correct one on record, and the default of xlstm's models
-TRITON = {
-    "triton:xl_chunk_128": ("chunkwise--triton_xl_chunk", 128, "triton"),
-    "triton:limit_chunk_64": ("chunkwise--triton_limit_chunk", 64, "triton"),
-}
-STEP = "triton:step"
-BASELINES = {"native": NATIVE, **TRITON, STEP: TRITON["triton:limit_chunk_64"]}
-# Triton 3.6 aborts the process when it compiles the forward kernel of these over 16-bit gates
-FP32_GATES = frozenset({"triton:xl_chunk_128"})
+BASELINES = {"native": ("chunkwise--native_autograd", 64, "native")}
+# the fastest correct one on record, and the step beside it
+TRITON, STEP = "triton:xl_chunk_128", "triton:step"
+BASELINES |= dict.fromkeys((TRITON, STEP), ("chunkwise--triton_xl_chunk", 128, "triton"))
 
 LOSS_TOKENS = 1024  # of a sequence whose logits are in memory at a time, while training
 TEXT_BYTES = 2**20
@@ -50,8 +44,7 @@ KERNELS = ("mlstm", "recurrent_step_fw_kernel")
 INDUCTOR = "triton_"
 
 
-@dataclass(frozen=True)
-class Losses:
+class Losses(NamedTuple):
     """The trainings whose losses are compared: layers, batch, tokens of a sequence, steps, learning rate."""
 
     layers: int
@@ -108,36 +101,13 @@ class Task:
 
 
 @dataclass
-class Figures:
-    """What was measured of a variant with a batch: times, memory in 2^20 bytes, the kernels' share."""
+class Outcome(Verdict):
+    """What became of a variant in a phase. rows: by batch, without what all rows of a run share. errors: of
+    the agreement, by the phase that they are of."""
 
-    times: Timing
-    peak_mem_mb: float | None = None
-    graph_ms: float | None = None
-    kernel_share: float | None = None
-
-
-@dataclass
-class Outcome:
-    """What became of a variant in a phase. figures: by batch. errors: of the agreement, by the phase that
-    they are of. status, reason: why there are none, or no more."""
-
+    raised = torch.OutOfMemoryError, torch.AcceleratorError  # a GPU that has failed
     variant: str
-    figures: dict[int, Figures] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    status: str = ""
-    reason: str = ""
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """What the work gives; None where it raises, which is the outcome then. Errors that are no fault
-        of the variant alone are raised: no memory, or a GPU that has failed."""
-        try:
-            return work()
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:
-            self.status, self.reason = verdict_on(error)
-            return None
+    rows: dict[int, Row] = field(default_factory=dict)
 
 
 def perform(task: Task) -> tuple[Task, list[Outcome]]:
@@ -158,26 +128,19 @@ def perform(task: Task) -> tuple[Task, list[Outcome]]:
 # The model
 
 
-# layers, and what each of them calls
-Bound = Sequence[tuple[nn.Module, tuple[Any, ...]]]
-
-
-def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+def build(task: Task, mode: str, dtype: torch.dtype) -> Any:
     """An xLSTMLarge with weights from the seed, on the task's device. Its gates start between short and
     long memory, and from an input bias at which losses of the first steps repeat within rounding."""
     large = importlib.import_module("xlstm.xlstm_large.model")
-    kernel, chunk_size, step = NATIVE
     config = large.xLSTMLargeConfig(
         embedding_dim=task.width,
         num_heads=task.heads,
-        num_blocks=layers or task.layers,
+        num_blocks=task.layers,
         vocab_size=task.vocabulary,
         mode=mode,
         return_last_states=True,  # without it xLSTMLarge cannot unpack what its layers return
-        chunkwise_kernel=kernel,
+        **dict(zip(("chunkwise_kernel", "chunk_size", "step_kernel"), BASELINES["native"], strict=True)),
         sequence_kernel="native_sequence__native",
-        step_kernel=step,
-        chunk_size=chunk_size,
     )
     torch.manual_seed(task.seed)
     with task.device:
@@ -195,26 +158,22 @@ def build(task: Task, mode: str, dtype: torch.dtype, layers: int | None = None) 
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def bindings(model: nn.Module, variant: str) -> Bound:
-    """What the model's mLSTM layers call on a variant; `bind` puts it in."""
-    layers = list(modules.backends_of(model).values())
-    if variant not in BASELINES:
-        xlstm.replace(model, backend=variant)
-        return [(layer, modules.functions(layer)) for layer in layers]
+def use(model: nn.Module, variant: str) -> None:
+    """Have the model's mLSTM layers call a variant."""
+    layers = modules.backends_of(model).values()
     for layer in layers:
         config: Any = layer.config
-        config.chunkwise_kernel, config.chunk_size, config.step_kernel = BASELINES[variant]
+        kernels = BASELINES.get(variant, BASELINES["native"])
+        config.chunkwise_kernel, config.chunk_size, config.step_kernel = kernels
+    if variant not in BASELINES:
+        xlstm.replace(model, backend=variant)
+        return
     xlstm.restore(model)
-    found = [(layer, modules.functions(layer)) for layer in layers]
-    if variant in FP32_GATES:
-        found = [(layer, (*given[:3], *map(_with_fp32_gates, given[3:]))) for layer, given in found]
-    return found
-
-
-def bind(found: Bound) -> None:
-    """Have the layers call what `bindings` found."""
-    for layer, functions in found:
-        modules.set_functions(layer, functions)
+    if variant == TRITON:  # Triton 3.6 aborts the process when it compiles the kernel over 16-bit gates
+        for layer in layers:
+            *others, train, inference = modules.functions(layer)
+            passes = map(_with_fp32_gates, (train, inference))
+            modules.set_functions(layer, (*others, *passes))
 
 
 def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,46 +199,44 @@ def measure(task: Task) -> list[Outcome]:
     make_step = {"train": _training, "prefill": _prefill, "decode": _decode}[task.phase](task, model)
     # long steps without an untimed run and without a flush of the L2 cache before
     by_events = task.phase == "decode" and task.on_gpu
-    stopwatch = (CudaStopwatch if by_events else HostStopwatch)(task.device)
+    stopwatch = (CudaStopwatch if by_events else Stopwatch)(task.device)
     outcomes = [Outcome(variant) for variant in task.variants]
-    bound = {each.variant: each.run(partial(bindings, model, each.variant)) for each in outcomes}
 
     def run(outcome: Outcome, work: Callable[[], Any]) -> Any:
-        if outcome.status:
-            return None
-        bind(bound[outcome.variant])
-        return outcome.run(work)
+        def attempt() -> Any:
+            use(model, outcome.variant)
+            return work()
+
+        return outcome.run(attempt) if outcome.status == OK else None
+
+    def add(batch: int, key: str, work: Callable[[], float | None]) -> None:
+        for outcome in outcomes:
+            figure = run(outcome, work)
+            if figure is not None:
+                outcome.rows[batch][key] = rounded(key, figure)
 
     for batch in task.batches:
         step = make_step(batch)
         for outcome in outcomes:
             run(outcome, step)
-            if outcome.status:
+            if outcome.status != OK:
                 release(task.device)
-        singles = [
-            (outcome.variant, run(outcome, partial(_single_run, task, step, stopwatch)))
-            for _ in range(task.repeats)
-            for outcome in outcomes
-        ]
-        for outcome in outcomes:
-            own = [single for variant, single in singles if variant == outcome.variant and single]
-            if not outcome.status:
-                times, memory = zip(*own, strict=True)
-                peak = max(memory) if task.on_gpu else None
-                outcome.figures[batch] = Figures(Timing.of(list(times)), peak)
-        if task.phase == "decode" and task.on_gpu:
+        singles: dict[str, list[Any]] = {outcome.variant: [] for outcome in outcomes}
+        for _ in range(task.repeats):
             for outcome in outcomes:
-                captured = run(outcome, partial(capture, step, task.device))
-                timed = captured and run(outcome, partial(time_one, captured.replay, task.repeats, stopwatch))
-                graph_ms = timed and timed.ms
-                if not outcome.status:
-                    outcome.figures[batch].graph_ms = graph_ms
-    for batch in task.batches if task.on_gpu else ():
-        step = make_step(batch)
+                singles[outcome.variant].append(run(outcome, partial(_single_run, task, step, stopwatch)))
         for outcome in outcomes:
-            share = run(outcome, partial(_kernel_share, step, task.device))
-            if not outcome.status:
-                outcome.figures[batch].kernel_share = share
+            if outcome.status == OK:
+                times, memory = zip(*singles[outcome.variant], strict=True)
+                found = Timing.of(list(times))
+                figures: Row = {"rel_err": {}, "peak_mem_mb": max(memory) if task.on_gpu else None}
+                dtype = "bf16" if task.on_gpu else "fp32"
+                row = new_row(MODEL, task.shape(batch), task.phase, outcome.variant, dtype, found, **figures)
+                outcome.rows[batch] = row
+        if by_events:
+            add(batch, "graph_ms", partial(_graph_ms, task, step, stopwatch))
+    for batch in task.batches if task.on_gpu else ():
+        add(batch, "kernel_share", partial(_kernel_share, make_step(batch), task.device))
     return outcomes
 
 
@@ -290,6 +247,12 @@ def _single_run(task: Task, step: Callable[[], object], stopwatch: Stopwatch) ->
     read = stopwatch.run(step)
     stopwatch.wait()
     return read(), torch.cuda.max_memory_allocated(task.device) / 2**20 if task.on_gpu else 0.0
+
+
+def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:
+    """Median of CUDA-graph replays; None where the step cannot be captured."""
+    captured = capture(step, task.device)
+    return captured and time_one(captured.replay, task.repeats, stopwatch).ms
 
 
 def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
@@ -379,27 +342,25 @@ def agreement(task: Task) -> list[Outcome]:
     "prefill" and "decode" are relative Frobenius errors of logits, that of "train" is the largest
     difference of losses in nats; NaN where a result is not finite. The variant NOISE is the reference in
     the same dtypes: what rounding around the mLSTM comes to."""
-    names = (NOISE, *(name for name in task.variants if name != NOISE))
-    outcomes = {name: Outcome(name) for name in (TRUTH, *names)}
-    for kinds, results_of, difference in (
-        (("prefill", "decode"), _logits(task, names), relative_error),
-        (("train",), _losses(task, names), largest_difference),
-    ):
+    names = (TRUTH, NOISE, *(name for name in task.variants if name != NOISE))
+    outcomes = [Outcome(name) for name in names]
+    for kinds, prepare in ((("prefill", "decode"), _logits), (("train",), _losses)):
+        compute = prepare(task)
         truth: tuple[Tensor, ...] = ()
-        for name, compute in results_of:
-            found = outcomes[name].run(compute)
-            truth = found if name == TRUTH else truth
+        for outcome in outcomes:
+            found = outcome.run(partial(compute, outcome.variant))
+            truth = found if outcome.variant == TRUTH else truth
             if found and truth:
                 pairs = zip(kinds, found, truth, strict=True)
-                outcomes[name].errors |= {kind: difference(own, exact) for kind, own, exact in pairs}
-    return list(outcomes.values())
+                outcome.errors |= {kind: _difference(kind, own, exact) for kind, own, exact in pairs}
+    return outcomes
 
 
-# names, and functions that compute their results; TRUTH comes first
-Collected = Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]
+# the results of a variant
+Compute = Callable[[str], tuple[Tensor, ...]]
 
 
-def _logits(task: Task, names: Sequence[str]) -> Collected:
+def _logits(task: Task) -> Compute:
     """fp32 logits of a prompt and of tokens that follow it one by one; the weights are rounded for all."""
     truth = build(task, "inference", torch.float32).eval()
     with torch.no_grad():
@@ -410,53 +371,42 @@ def _logits(task: Task, names: Sequence[str]) -> Collected:
     prompt = windows(text, (1,), task.length + task.tokens, task.seed).to(task.device)
 
     @torch.no_grad()
-    def logits(model: Any, name: str) -> tuple[Tensor, ...]:
-        bind(bindings(model, name))
-        first, state = model(prompt[:, : task.length])
+    def logits(name: str) -> tuple[Tensor, ...]:
+        own = truth if name == TRUTH else model
+        use(own, "native" if name == TRUTH else name)
+        first, state = own(prompt[:, : task.length])
         decoded = []
         for token in prompt[:, task.length :].split(1, dim=1):
-            out, state = model(token, state)
+            out, state = own(token, state)
             decoded.append(out.float())
         return first.float(), torch.cat(decoded, dim=1)
 
-    yield TRUTH, partial(logits, truth, "native")
-    for name in names:
-        yield name, partial(logits, model, name)
+    return logits
 
 
-def _losses(task: Task, names: Sequence[str]) -> Collected:
+def _losses(task: Task) -> Compute:
     """Losses of the first training steps from the same weights, over the same batches."""
     plan = task.losses
     if plan is None:
-        return
-    model = build(replace(task, vocabulary=256), "train", torch.float32, plan.layers)
+        return lambda name: ()
+    model = build(replace(task, vocabulary=256, layers=plan.layers), "train", torch.float32)
     start = {name: x.clone() for name, x in model.state_dict().items()}
     text = make_text(TEXT_BYTES, task.seed)
     batches = windows(text, (plan.steps, plan.batch), plan.length + 1, task.seed).to(task.device)
     rates = [plan.rate * min(1.0, (step + 1) / WARM_UP_RATE) for step in range(plan.steps)]
 
-    def losses(name: str, autocast: bool) -> tuple[Tensor, ...]:
+    def losses(name: str) -> tuple[Tensor, ...]:
         model.load_state_dict(start)
-        bind(bindings(model, name))
-        return (train(model, lambda tokens: model(tokens)[0], batches, rates, autocast=autocast),)
+        use(model, "native" if name == TRUTH else name)
+        return (train(model, batches, rates, autocast=task.on_gpu and name != TRUTH),)
 
-    yield TRUTH, partial(losses, "native", False)
-    for name in names:
-        yield name, partial(losses, name, task.on_gpu)
+    return losses
 
 
-def train(
-    model: nn.Module,
-    logits_of: Callable[[Tensor], Tensor],
-    batches: Tensor,
-    rates: Sequence[float],
-    *,
-    autocast: bool,
-) -> Tensor:
+def train(model: Any, batches: Tensor, rates: Sequence[float], *, autocast: bool) -> Tensor:
     """Train with AdamW, and return the loss of each step [steps] in nats per token.
 
     Args:
-        logits_of: logits [B, S, vocabulary] of tokens [B, S] by the model.
         batches: of each step [steps, B, S + 1], int64, on the model's device.
         rates: of each step, the learning rate.
         autocast: to bf16, over the parameters as they are.
@@ -467,7 +417,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-            logits = logits_of(tokens[:, :-1])
+            logits, _ = model(tokens[:, :-1])
         loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
@@ -477,15 +427,8 @@ def train(
     return losses
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Relative Frobenius error; NaN where one is not finite."""
-    return _or_nan((found.double() - truth.double()).norm() / truth.double().norm())
-
-
-def largest_difference(found: Tensor, truth: Tensor) -> float:
-    """NaN where one is not finite."""
-    return _or_nan((found.double() - truth.double()).abs().max())
-
-
-def _or_nan(x: Tensor) -> float:
-    return x.item() if x.isfinite() else math.nan
+def _difference(kind: str, found: Tensor, truth: Tensor) -> float:
+    """Of losses the largest, of logits relative Frobenius; NaN where one is not finite."""
+    difference = found.double() - truth.double()
+    error = difference.abs().max() if kind == "train" else difference.norm() / truth.double().norm()
+    return error.item() if error.isfinite() else math.nan

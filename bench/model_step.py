@@ -1,15 +1,11 @@
 """`python -m tfla_tk.bench model`: what whole xLSTM models gain, Triton against tk in one run.
 
-xlstm's xLSTMLarge in the shape of xLSTM-7B trains, takes a prompt and decodes, on this package's kernels and
-on mlstm_kernels' Triton kernels, over the same weights and inputs; logits and first losses are compared with
-mlstm_kernels' fp32 native path. Without a GPU a toy model runs on the reference and on mlstm_kernels' native
-kernels.
-
-Exit status: 0 done; 1 where a variant of this package fails or is past its limit against the fp32 native
-path. A baseline that fails is shown.
+What the phases do: docs/benchmarks.md. Exit status: 0 done; 1 where a variant of this package fails or is
+past its limit against mlstm_kernels' fp32 native path. A baseline that fails is shown.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,26 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from . import compare, environment, report, results
-from .model_phases import (
-    AGREEMENT,
-    BASELINES,
-    FP32_GATES,
-    NOISE,
-    STEP,
-    TRITON,
-    TRUTH,
-    Figures,
-    Losses,
-    Outcome,
-    Task,
-    perform,
-)
-from .results import MODEL, Row, rounded
+from . import environment, report
+from .model_phases import AGREEMENT, BASELINES, NOISE, STEP, TRITON, TRUTH, Losses, Outcome, Task, perform
+from .results import Row, rounded
+from .runner import OK
 from .shapes import PHASES
-from .usage import UsageError, add_options, names
+from .usage import add_options, names
 
 ALL_PHASES = (*PHASES, AGREEMENT)
 NOTES = {
@@ -76,23 +59,8 @@ ON_CPU = ("reference:chunkwise", "native")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench model`."""
-    add = parser.add_argument
-    add(
-        "--phases",
-        type=names(ALL_PHASES),
-        default=list(ALL_PHASES),
-        metavar="PHASE,..",
-        help=f"of {', '.join(ALL_PHASES)} (default: all)",
-    )
-    add("--layers", type=int, help="of the timed models (default: 32 as xLSTM-7B, 24 for training)")
-    baseline = next(iter(TRITON))
-    add(
-        "--baselines",
-        type=names(TRITON),
-        default=[baseline],
-        metavar="NAME,..",
-        help=f"for training and prefill, of {', '.join(TRITON)} (default: {baseline})",
-    )
+    phases, told = list(ALL_PHASES), f"of {', '.join(ALL_PHASES)} (default: all)"
+    parser.add_argument("--phases", type=names(phases), default=phases, metavar="PHASE,..", help=told)
     add_options(parser, "--json", "--update-results", "--commit")
     add_options(parser, "--seed", help="of weights and tokens (default: 0)")
     add_options(parser, "--quick", help="four layers, shorter sequences, fewer steps: a first look")
@@ -101,17 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print their tables and keep the rows; returns the exit status. A run that is cut off
     leaves the rows of the phases before."""
-    if args.layers is not None and args.layers < 1:
-        raise UsageError(f"--layers: expected a positive number, got {args.layers}")
-    record = compare.Record(args)
-    device = environment.current_device()
-    provenance = environment.provenance(device, args.commit)
-    environment.fetch_thunderkittens()
-    console = report.make_console()
-    tasks = tasks_of(args, device)
+    session = environment.Session(args)
+    tasks = tasks_of(args, session.device)
     model = tasks[0]
-    console.print(
-        f"{environment.heading(provenance)}; run {provenance['run']}\n"
+    session.console.print(
+        f"{environment.heading(session.facts)}; run {session.facts['run']}\n"
         f"xLSTMLarge of width {model.width}, {model.heads} heads, {model.vocabulary:,} tokens; "
         f"speed-up: against the fastest baseline of the phase."
     )
@@ -120,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
     for asked in tasks:
         start = time.monotonic()
         task, outcomes = perform(asked)
-        console.print(f"\n{_title(task)}, {time.monotonic() - start:.0f} s")
-        _print(console, task, outcomes)
+        session.console.print(f"\n{_title(task)}, {time.monotonic() - start:.0f} s")
+        _print(session, task, outcomes)
         failed += failures(task.phase, outcomes)
         if task.phase == AGREEMENT:
             agreed = outcomes
-        record.add(make_rows(task, outcomes, agreed, provenance))
-    record.tell(console)
+        session.add(make_rows(task, outcomes, agreed, session.facts))
+    session.tell()
     return 1 if failed else 0
 
 
@@ -135,11 +97,8 @@ def tasks_of(args: argparse.Namespace, device: torch.device) -> list[Task]:
     on_gpu = device.type == "cuda"
     found = []
     for task in (GPU_QUICK if args.quick else GPU) if on_gpu else CPU:
-        variants = ON_CPU
-        if on_gpu:
-            variants = ("tk", STEP) if task.phase == "decode" else ("tk", *args.baselines)
-        layers = task.layers if task.phase == AGREEMENT else args.layers or task.layers
-        found.append(replace(task, device=device, seed=args.seed, variants=variants, layers=layers))
+        variants = ("tk", STEP if task.phase == "decode" else TRITON) if on_gpu else ON_CPU
+        found.append(replace(task, device=device, seed=args.seed, variants=variants))
     chosen = [task for task in found if task.phase in args.phases]
     return sorted(chosen, key=lambda task: task.phase != AGREEMENT)
 
@@ -149,14 +108,12 @@ def tasks_of(args: argparse.Namespace, device: torch.device) -> list[Task]:
 
 def limits(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """What an error may be, by phase: from that of the reference in the same dtypes."""
-    noise = _errors_of(outcomes, NOISE)
+    noise = errors_of(outcomes).get(NOISE, {})
     return {phase: max(floor, FACTORS[phase] * noise.get(phase, 0.0)) for phase, floor in FLOORS.items()}
 
 
-def _errors_of(outcomes: Sequence[Outcome], *variants: str) -> dict[str, float]:
-    """The errors of the first of the variants that has any."""
-    found = [each.errors for name in variants for each in outcomes if each.variant == name and each.errors]
-    return found[0] if found else {}
+def errors_of(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    return {each.variant: each.errors for each in outcomes if each.errors}
 
 
 def failures(phase: str, outcomes: Sequence[Outcome]) -> list[str]:
@@ -167,7 +124,7 @@ def failures(phase: str, outcomes: Sequence[Outcome]) -> list[str]:
         name, errors = outcome.variant, outcome.errors
         if name in (*BASELINES, TRUTH):
             continue
-        if outcome.status:
+        if outcome.status != OK:
             lines.append(f"{name}: {outcome.reason}")
         elif phase == AGREEMENT and set(errors) != set(PHASES):
             lines.append(f"{name}: not everything was compared with the {TRUTH} path")
@@ -177,32 +134,19 @@ def failures(phase: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def make_rows(
-    task: Task, outcomes: Sequence[Outcome], agreed: Sequence[Outcome], provenance: Mapping[str, Any]
+    task: Task, outcomes: Sequence[Outcome], agreed: Sequence[Outcome], facts: Mapping[str, Any]
 ) -> list[Row]:
-    """A row per batch and variant that was timed. agreed: the outcomes of the agreement."""
+    """The rows of what was timed. agreed: the outcomes of the agreement. facts: what all rows share."""
     rows = []
     for outcome in outcomes:
-        variant = outcome.variant
-        # the Triton step decoded with each of TRITON
-        error = _errors_of(agreed, *(TRITON if variant == STEP else [variant])).get(task.phase)
-        note = NOTES.get(task.phase, "") + (f"; {GATES_NOTE}" if variant in FP32_GATES else "")
-        for batch, found in outcome.figures.items():
-            more = {"graph_ms": (found.graph_ms, 5), "kernel_share": (found.kernel_share, 3)}
-            row = results.new_row(
-                MODEL,
-                task.shape(batch),
-                task.phase,
-                variant,
-                "bf16" if task.on_gpu else "fp32",
-                found.times,
-                # NaN is no figure
-                rel_err={} if error is None or error != error else {TRUTH: error},
-                peak_mem_mb=found.peak_mem_mb,
-                note=note if task.on_gpu else "",
-                **{key: rounded(x, digits) for key, (x, digits) in more.items() if x is not None},
-                **provenance,
-            )
-            rows.append(row)
+        # the Triton step decoded with TRITON
+        variant = TRITON if outcome.variant == STEP else outcome.variant
+        error = errors_of(agreed).get(variant, {}).get(task.phase, math.nan)
+        # NaN is no figure
+        more: Row = {**facts, "rel_err": {TRUTH: rounded("rel_err", error)} if error == error else {}}
+        if task.on_gpu:
+            more["note"] = NOTES[task.phase] + f"; {GATES_NOTE}" * (outcome.variant == TRITON)
+        rows += [row | more for row in outcome.rows.values()]
     return rows
 
 
@@ -214,35 +158,33 @@ def _title(task: Task) -> str:
     return f"Agreement: logits of {task.length} + {task.tokens} tokens, {task.layers} layers{steps}"
 
 
-def _print(console: Console, task: Task, outcomes: Sequence[Outcome]) -> None:
+def _print(session: environment.Session, task: Task, outcomes: Sequence[Outcome]) -> None:
     lines = [
-        (outcome.variant, _cells(task, batch, outcome.figures[batch], outcomes))
-        for outcome in outcomes
-        for batch in outcome.figures
+        (outcome.variant, _cells(row, outcomes)) for outcome in outcomes for row in outcome.rows.values()
     ]
     if task.phase == AGREEMENT:
-        shown = {each.variant: each.errors for each in outcomes if each.errors} | {"limit": limits(outcomes)}
+        shown = errors_of(outcomes) | {"limit": limits(outcomes)}
         lines = [
             (name, {kind: f"{error:.1e}" for kind, error in errors.items()}) for name, errors in shown.items()
         ]
     if lines:
-        console.print(report.filled_table("variant", lines))
-    told = [f"  {each.variant}: {each.status}: {each.reason}" for each in outcomes if each.status]
-    told += [f"  FAILED {line}" for line in failures(task.phase, outcomes)]
-    report.print_lines(console, told)
+        session.console.print(report.filled_table("variant", lines))
+    told = [f"  {each.variant}: {each.status}: {each.reason}" for each in outcomes if each.status != OK]
+    session.print_lines([*told, *(f"  FAILED {line}" for line in failures(task.phase, outcomes))])
 
 
-def _cells(task: Task, batch: int, found: Figures, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    rivals = [each.figures[batch] for each in outcomes if each.variant in BASELINES and batch in each.figures]
+def _cells(row: Row, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    batch, tokens = row["shape"]["B"], row["shape"]["T"]
+    rivals = [each.rows[batch] for each in outcomes if each.variant in BASELINES and batch in each.rows]
     # through graphs where all have one, as decoding is run
-    graphs = [each.graph_ms for each in (found, *rivals) if each.graph_ms is not None]
-    ms, *theirs = graphs if len(graphs) > len(rivals) else [each.times.ms for each in (found, *rivals)]
+    key = "graph_ms" if all("graph_ms" in each for each in (row, *rivals)) else "ms"
+    best = min((each[key] for each in rivals), default=None)
     return {
         "B": str(batch),
-        "ms": report.milliseconds(found.times.ms),
-        "graph ms": report.milliseconds(found.graph_ms) if found.graph_ms else "",
-        "speed-up": f"{min(theirs) / ms:.2f}x" if theirs else "",
-        "tokens/s": f"{batch * task.length / ms * 1e3:,.0f}",
-        "mLSTM kernels": f"{found.kernel_share:.1%}" if found.kernel_share else "",
-        "peak GB": f"{found.peak_mem_mb / 1024:.1f}" if found.peak_mem_mb else "",
+        "ms": report.milliseconds(row["ms"]),
+        "graph ms": report.milliseconds(row["graph_ms"]) if "graph_ms" in row else "",
+        "speed-up": f"{best / row[key]:.2f}x" if best is not None else "",
+        "tokens/s": f"{batch * tokens / row[key] * 1e3:,.0f}",
+        "mLSTM kernels": f"{row['kernel_share']:.1%}" if "kernel_share" in row else "",
+        "peak GB": f"{row['peak_mem_mb'] / 1024:.1f}" if row["peak_mem_mb"] else "",
     }

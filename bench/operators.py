@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tfla_tk import reference
 
 from . import fla
 from .inputs import OFFSETS, linear_inputs, mlstm_inputs
-from .shapes import Cost, Shape, cost
+from .shapes import Shape
 from .usage import UsageError
 
 FORMS = ("recurrent", "parallel", "chunkwise")  # of the reference
@@ -23,27 +23,12 @@ KINK = 1e-3
 MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
 
 
-class Limits(NamedTuple):
-    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates'
-    gradients. The initial states' gradients are sums of products of the operands, as dq, dk and dv are."""
-
-    output: float
-    operands: float
-    gates: float
-
-
-# of this package's backends, per dtype
-LIMITS = {
-    "bf16": Limits(5e-3, 8e-3, 1e-2),
-    "fp16": Limits(1.25e-3, 2e-3, 2.5e-3),
-    "fp32": Limits(1e-4, 1e-4, 1e-3),
-}
+# relative Frobenius errors that are allowed of this package's backends: of the output, of dq, dk, dv and the
+# initial states' gradients, and of the gates' gradients
+LIMITS = {"bf16": (5e-3, 8e-3, 1e-2), "fp16": (1.25e-3, 2e-3, 2.5e-3), "fp32": (1e-4, 1e-4, 1e-3)}
 # of the Triton kernels: those of mLSTM keep n and m in bf16, and the products of fp32 are tf32 in all of them
-BASELINE_LIMITS = {
-    "bf16": Limits(1.5e-2, 3e-2, 1e-1),
-    "fp16": Limits(4e-3, 8e-3, 2.5e-2),
-    "fp32": Limits(4e-3, 8e-3, 2.5e-2),
-}
+_COARSE = (4e-3, 8e-3, 2.5e-2)
+BASELINE_LIMITS = {"bf16": (1.5e-2, 3e-2, 1e-1), "fp16": _COARSE, "fp32": _COARSE}
 
 
 @dataclass(frozen=True)
@@ -53,12 +38,10 @@ class Operator:
     Attributes:
         name: as it stands in a results row.
         function: the public function of tfla_tk, which takes `backend=`; looked up when it is called.
-        inputs: makes the inputs, in the order of the function's parameters, and cu_seqlens where sequences
-            are packed.
-        truth: the reference's chunkwise form; it is called by keywords with fp64 inputs, chunk_size,
-            `options` and, where there is a `decay`, g_gamma.
+        inputs: makes the inputs, in the order of the function's parameters (see `inputs`).
+        truth, recurrent: the reference's chunkwise and recurrent form; called by keywords with fp64 inputs,
+            chunk_size (the chunkwise one), `options` and, where there is a `decay`, g_gamma.
         options: keyword arguments of function and truth besides the inputs.
-        recurrent: the reference's recurrent form, of the arguments of `truth` without chunk_size.
         layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
         output: the output's name in rows and tolerances.
         gates: names of the gates among the inputs.
@@ -67,16 +50,14 @@ class Operator:
         states: arguments of the initial state that have a gradient, each with its dims: letters of a Shape.
         constants: arguments of the initial state that have none, each with its size.
         last: the argument that asks for the last state, whose parts come in the order of `states`.
-        decay: of the number of heads and the device, the log decay of each head [H] in fp64; None where the
-            decay is a gate.
-        decay_options: keyword arguments of the public function alone that make this decay.
+        decay: of the number of heads and the device, the log decay of each head [H] in fp64, which the public
+            function has without, or with `decay_options`; None where the decay is a gate.
         has_value_heads: v may have more heads than q and k.
         at_kink: of the inputs in fp64, the rows [B, NH, S] where the gradient jumps and rounding decides it;
             None where it never does.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
-        baseline_tolerances: of the Triton kernel's output per dtype, where BASELINE_LIMITS is not what it is
-            judged by.
+        baseline_tolerances: of the Triton kernel's output per dtype, where it is not BASELINE_LIMITS'.
         baseline_unchecked: gradients of the Triton kernels that are reported and not checked.
         runs_in_graphs: a CUDA graph is how it is used, so that its replay is timed whatever a call takes.
     """
@@ -94,7 +75,7 @@ class Operator:
     states: dict[str, str] = field(default_factory=lambda: {"c_initial": "KV", "n_initial": "K"})
     constants: dict[str, int] = field(default_factory=dict)
     last: str = "return_last_states"
-    decay: Callable[[int, torch.device], Tensor] | None = None
+    decay: Callable[..., Tensor] | None = None
     decay_options: dict[str, Any] = field(default_factory=dict)
     has_value_heads: bool = False
     at_kink: Callable[..., Tensor] | None = None
@@ -114,16 +95,11 @@ class Operator:
             return partial(fla.call, self.function)
         return partial(getattr(tfla_tk, self.function), backend=backend)
 
-    def cost(self, shape: Shape, which: str, itemsize: int) -> Cost:
-        """FLOP and minimum bytes of one call."""
-        return cost(self.name, shape, which, itemsize)
-
     def check_shape(self, shape: Shape) -> None:
         """UsageError where the operator has no such calls."""
         if shape.HV is not None and not self.has_value_heads:
-            raise UsageError(
-                f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"
-            )
+            expected = f"expected {shape.H}, {self.name} has no more value heads"
+            raise UsageError(f"shape HV: {expected}, got {shape.HV}")
 
     def is_state(self, name: str) -> bool:
         """Whether a tensor, or the gradient "d<name>" of one, is of an initial or of the last state."""
@@ -140,11 +116,10 @@ class Operator:
     def tolerances(self, dtype: str, *, baseline: bool = False) -> dict[str, float]:
         """What the error may be of the output, of every input and of the initial states; of a baseline
         without what is not checked."""
-        limits = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
-        output = self.baseline_tolerances.get(dtype, limits.output) if baseline else limits.output
-        products = dict.fromkeys(("dq", "dk", "dv", *(f"d{name}" for name in self.states)), limits.operands)
-        gates = (*self.gates, *self.parameters)
-        found = {self.output: output, **products, **{f"d{name}": limits.gates for name in gates}}
+        output, operand, gate = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
+        found = {self.output: self.baseline_tolerances.get(dtype, output) if baseline else output}
+        found |= {f"d{name}": operand for name in ("q", "k", "v", *self.states)}
+        found |= {f"d{name}": gate for name in (*self.gates, *self.parameters)}
         skipped = self.baseline_unchecked if baseline else ()
         return {name: limit for name, limit in found.items() if name not in skipped}
 
@@ -155,17 +130,10 @@ def split_offsets(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return tensors, {name: tensor for name, tensor in inputs.items() if name == OFFSETS}
 
 
-def output_of(result: Any) -> Tensor:
-    """The output of what a function returned, without the last state."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def last_state_of(result: Any) -> tuple[Tensor, ...]:
-    """The parts of the last state in what a function returned; none where it was not asked for."""
-    state = result[1] if isinstance(result, tuple) else ()
-    if state is None:
-        return ()
-    return (state,) if isinstance(state, Tensor) else tuple(state)
+def parts_of(result: Any) -> tuple[Tensor, ...]:
+    """The output in what a function returned, and the parts of the last state where it was asked for."""
+    output, state = (result, None) if isinstance(result, Tensor) else result
+    return (output, state) if isinstance(state, Tensor) else (output, *(state or ()))
 
 
 def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
@@ -175,31 +143,26 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
 
 
-LIGHTNING_LAYER = {"layer_idx": 4, "num_layers": 32}
+LIGHTNING_LAYER: dict[str, Any] = {"layer_idx": 4, "num_layers": 32}
 
 
-def _lightning_decay(heads: int, device: torch.device) -> Tensor:
-    return reference.lightning_log_decay(heads, **LIGHTNING_LAYER, dtype=torch.float64, device=device)
-
-
-def _linear(name: str, gates: tuple[str, ...] = (), form: str | None = None, **fields: Any) -> Operator:
-    """An operator with FLA's signature. form: the name of its reference, where it is another."""
-    form = form or name
-    decay: Any = None
-    if "g" in gates:
-        decay = "channel" if name in ("gla", "kda") else "head"
-    given: dict[str, Any] = {
-        "function": f"chunk_{name}",
-        "inputs": partial(linear_inputs, decay=decay, beta="beta" in gates),
-        "truth": getattr(reference, f"{form}_chunkwise"),
-        "recurrent": getattr(reference, f"{form}_recurrent"),
-        "layout": "bshd",
-        "output": "o",
-        "gates": gates,
-        "states": {"initial_state": "KV"},
-        "last": "output_final_state",
-    }
-    return Operator(name, **{**given, **fields})
+def _linear(name: str, gates: str = "", form: str | None = None, **fields: Any) -> Operator:
+    """An operator with FLA's signature. gates: of "g", a log decay of heads, "gk", one of channels, and
+    "beta". form: the name of its reference, where it is another."""
+    decay: Any = {"g": "head", "gk": "channel"}.get(gates.partition(" ")[0])
+    return Operator(
+        name,
+        fields.pop("function", f"chunk_{name}"),
+        partial(linear_inputs, decay=decay, beta="beta" in gates),
+        getattr(reference, f"{form or name}_chunkwise"),
+        recurrent=getattr(reference, f"{form or name}_recurrent"),
+        layout="bshd",
+        output="o",
+        gates=tuple(gates.replace("gk", "g").split()),
+        states={"initial_state": "KV"},
+        last="output_final_state",
+        **fields,
+    )
 
 
 # flags of the gated delta rule and of KDA: for raw q, k and beta; for a decay made of g by A_log and dt_bias
@@ -210,19 +173,9 @@ GATE_PARAMETERS = {"use_gate_in_kernel": True}
 def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
     """A form of the reference that makes q, k, beta and, of the gate parameters, g of raw inputs."""
 
-    def function(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        if A_log is not None:
-            g = reference.delta_log_decay(g, A_log, dt_bias)
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        if "A_log" in options:
+            g = reference.delta_log_decay(g, options.pop("A_log"), options.pop("dt_bias"))
         beta = reference.writing_strength(beta, RAW["allow_neg_eigval"])
         others = {name: value for name, value in options.items() if name not in (*RAW, *GATE_PARAMETERS)}
         return form(reference.l2_norm(q), reference.l2_norm(k), v, g, beta, **others)
@@ -270,23 +223,23 @@ OPERATORS: dict[str, Operator] = {
             states={"c_initial": "KV"},
             baseline_unchecked=("df",),
         ),
-        _linear("simple_gla", ("g",), has_value_heads=True),
+        _linear("simple_gla", "g", has_value_heads=True),
         _linear(
             "retention",
             form="simple_gla",
-            decay=lambda heads, device: reference.retention_log_decay(heads, torch.float64, device),
+            decay=partial(reference.retention_log_decay, dtype=torch.float64),
         ),
         _linear(
             "lightning",
             form="simple_gla",
             function="chunk_lightning_attn",
-            decay=_lightning_decay,
+            decay=partial(reference.lightning_log_decay, **LIGHTNING_LAYER, dtype=torch.float64),
             decay_options=LIGHTNING_LAYER,
         ),
-        _linear("gla", ("g",)),
-        _linear("delta_rule", ("beta",), has_value_heads=True),
-        _linear("gated_delta_rule", ("g", "beta"), has_value_heads=True),
-        _linear("kda", ("g", "beta"), has_value_heads=True),
+        _linear("gla", "gk"),
+        _linear("delta_rule", "beta", has_value_heads=True),
+        _linear("gated_delta_rule", "g beta", has_value_heads=True),
+        _linear("kda", "gk beta", has_value_heads=True),
     )
 }
 # what --op takes as well: public function -> name

@@ -1,70 +1,62 @@
 """Plots: results rows as bars per shape; speed-ups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .report import PASS_TITLES, conditions_title, milliseconds, name_of
-from .results import TITLES, Pair, Row, conditions_of, shape_of
+from .results import TITLES, Pair, Row, shape_of
 from .usage import UsageError
+
+Series = dict[str, dict[str, float]]  # values by name and group
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw one panel per operator, pass, dtype and conditions into a file; its suffix picks the format."""
-    if not rows:
-        raise ValueError("plot: expected at least one row, got none")
-    panels: dict[str, list[Row]] = {}
+    """Draw one panel per operator, pass, dtype and conditions of at least one row into a file; its suffix
+    picks the format."""
+    panels: dict[str, Series] = {}
     for row in rows:
-        panels.setdefault(_title(row), []).append(row)
+        parts = TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(row)
+        series = panels.setdefault(", ".join(filter(None, parts)), {})
+        series.setdefault(name_of(row), {})[str(shape_of(row))] = row["ms"]
     figure = _figure(len(panels))
-    for axes, (title, chosen) in zip(
-        figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
-    ):
+    every = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, series) in zip(every, panels.items(), strict=True):
         axes.set_title(title)
-        _bars(axes, chosen)
+        groups, _ = _draw_groups(axes.bar, series)
+        axes.set_xticks(range(len(groups)), groups, fontsize="small")
         axes.set_yscale("log")
         axes.set_ylabel("ms")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
-    """Draw speed-ups as bars from top to bottom, one group per operator and head dims, a colour per pass."""
-    if not found:
-        raise ValueError("plot: expected at least one speed-up, got none")
-    groups: dict[str, list[Pair]] = {}
+    """Draw at least one speed-up as bars from top to bottom, one group per operator and head dims, a colour
+    per pass."""
+    series: Series = {}
+    told: dict[str, list[str]] = {}
     for pair in found:
-        shape = shape_of(pair.shown)
-        heads = f"{shape.H} heads of {shape.K}/{shape.V}"
-        groups.setdefault(f"{TITLES[pair.shown['op']]}\n{heads}", []).append(pair)
-    passes = list(dict.fromkeys(pair.shown["pass"] for pair in found))
+        assert pair.ours and pair.theirs and pair.speed_up
+        shape, name = shape_of(pair.shown), PASS_TITLES[pair.shown["pass"]]
+        group = f"{TITLES[pair.shown['op']]}\n{shape.H} heads of {shape.K}/{shape.V}"
+        series.setdefault(name, {})[group] = pair.speed_up
+        theirs = pair.theirs["backend"].partition(":")[2]
+        times = f"{milliseconds(pair.ours['ms'])} ms, {theirs} {milliseconds(pair.theirs['ms'])} ms"
+        told.setdefault(name, []).append(f" {pair.speed_up:.1f}x ({times})")
     figure = _figure(1, (9, 1 + 0.35 * len(found)))
     axes = figure.subplots()
-    height = 0.8 / len(passes)
-    for number, which in enumerate(passes):
-        for place, group in enumerate(groups.values()):
-            for pair in group:
-                if pair.shown["pass"] == which:
-                    at = place + (number - (len(passes) - 1) / 2) * height
-                    axes.barh(at, pair.speed_up, height, color=f"C{number}")
-                    axes.text(pair.speed_up, at, f" {_told(pair)}", va="center", fontsize="small")
-        axes.barh([0], [0], color=f"C{number}", label=PASS_TITLES[which])
+    groups, drawn = _draw_groups(axes.barh, series)
+    for name, bars in drawn.items():
+        axes.bar_label(bars, told[name], fontsize="small")
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(groups)), list(groups))
+    axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * max(pair.speed_up or 0.0 for pair in found))
+    axes.set_xlim(0, 1.6 * max(value for values in series.values() for value in values.values()))
     axes.set_xlabel("times as fast as the fastest correct baseline")
     axes.legend(loc="lower right", fontsize="small")
-    _save(figure, path)
-
-
-def _told(pair: Pair) -> str:
-    """A speed-up and what it is made of."""
-    if pair.ours is None or pair.theirs is None:
-        return ""
-    theirs = pair.theirs["backend"].partition(":")[2]
-    times = f"{milliseconds(pair.ours['ms'])} ms, {theirs} {milliseconds(pair.theirs['ms'])} ms"
-    return f"{pair.speed_up:.1f}x ({times})"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def check_path(path: Path) -> None:
@@ -76,32 +68,18 @@ def check_path(path: Path) -> None:
 
 def _figure(panels: int, size: tuple[float, float] | None = None) -> Any:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
-    figure = Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=size or (11, 4.5 * panels), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _title(row: Row) -> str:
-    parts = (TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(*conditions_of(row)))
-    return ", ".join(filter(None, parts))
-
-
-def _bars(axes: Any, rows: Sequence[Row]) -> None:
-    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    names = list(dict.fromkeys(name_of(row) for row in rows))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = {shape_of(row): row["ms"] for row in rows if name_of(row) == name}
-        places = [at for at, shape in enumerate(shapes) if shape in found]
-        offset = (number - (len(names) - 1) / 2) * width
-        axes.bar([at + offset for at in places], [found[shapes[at]] for at in places], width, label=name)
-    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize="small")
+def _draw_groups(draw: Callable[..., Any], series: Series) -> tuple[list[str], dict[str, Any]]:
+    """Bars side by side in each of the groups: the groups, and what `draw` gave by the series' names."""
+    groups = list(dict.fromkeys(group for found in series.values() for group in found))
+    width, drawn = 0.8 / len(series), {}
+    for number, (name, found) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * width
+        places = {at + offset: found[group] for at, group in enumerate(groups) if group in found}
+        drawn[name] = draw(list(places), list(places.values()), width, label=name)
+    return groups, drawn

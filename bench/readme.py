@@ -1,5 +1,6 @@
 """What README.md and docs/results.md show of the results on record, generated between markers."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,8 @@ from .report import PASS_TITLES, errors_of, milliseconds, problem_title
 from .results import Pair, Row
 from .shapes import PASSES, PHASES, Shape
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
-SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # a few lines: README.md
-
 FIGURE = "docs/speedups.png"  # what the summary shows, from the file that it stands in
+NOTHING = "No results are on record yet."
 # what the figure has of one GPU and one commit: operator and shape, forward and both passes
 HEADLINE = (
     ("mlstm_exp", Shape(8, 8192, 16, 128, 256)),
@@ -45,7 +44,7 @@ def render(rows: Sequence[Row]) -> str:
         else:
             parts.append(_contests(op, own))
     parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in results.ABLATED]
-    return "\n\n".join(filter(None, parts)) or "No results are on record yet."
+    return "\n\n".join(filter(None, parts)) or NOTHING
 
 
 def headline(rows: Sequence[Row]) -> list[Pair]:
@@ -53,56 +52,59 @@ def headline(rows: Sequence[Row]) -> list[Pair]:
     Of all GPUs and commits those with the most of HEADLINE, of several the latest; in HEADLINE's order."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["dtype"] == "bf16" and results.is_plain(row) and _place(row) is not None:
+        if row["dtype"] == "bf16" and results.is_plain(row) and _problem(row) in HEADLINE:
             groups.setdefault((str(row["gpu"]), str(row["commit"])), []).append(row)
-    found = [
-        [pair for pair in results.pairs(group) if pair.speed_up is not None] for group in groups.values()
-    ]
-    most = max(found, key=lambda chosen: (len(chosen), max(_dates(chosen), default="")), default=[])
-    return sorted(most, key=lambda pair: (_place(pair.shown), PASSES.index(pair.shown["pass"])))
+    found = [[pair for pair in results.pairs(group) if pair.speed_up] for group in groups.values()]
+    most = max(found, key=lambda chosen: (len(chosen), _last_date(chosen)), default=[])
+    return sorted(most, key=_place)
 
 
-def _place(row: Row) -> int | None:
-    """Where a row stands in HEADLINE."""
-    entry = (row["op"], results.shape_of(row))
-    return HEADLINE.index(entry) if entry in HEADLINE else None
+def _problem(row: Row) -> tuple[str, Shape]:
+    return row["op"], results.shape_of(row)
 
 
-def _dates(found: Sequence[Pair]) -> list[str]:
-    return [pair.shown["date"] for pair in found]
+def _place(pair: Pair) -> tuple[int, int]:
+    return HEADLINE.index(_problem(pair.shown)), PASSES.index(pair.shown["pass"])
+
+
+def _last_date(found: Sequence[Pair]) -> str:
+    return max((pair.shown["date"] for pair in found), default="")
 
 
 def render_summary(rows: Sequence[Row]) -> str:
     """The README's figure, its range in words, and where it comes from."""
     chosen = headline(rows)
     if not chosen:
-        return "No results are on record yet."
+        return NOTHING
     ratios = [pair.speed_up or 0.0 for pair in chosen]
     times = f"{min(ratios):.1f} to {max(ratios):.1f} times"
     between = f"At these shapes {times} as fast as the fastest correct baseline"
-    row, day = chosen[0].shown, max(_dates(chosen)).partition("T")[0]
+    row, day = chosen[0].shown, _last_date(chosen).partition("T")[0]
     what = f"bf16, {row['shape']['B']} sequences of {row['shape']['T']:,} tokens"
     origin = f"{row['gpu']}, commit {row['commit']}, {day}, PyTorch {row['torch']}, nvcc {row['nvcc']}"
     return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
+# by the name of their markers: all tables, in docs/results.md; a few lines, in README.md
+REGIONS: dict[str, Callable[[Sequence[Row]], str]] = {"results": render, "summary": render_summary}
+
+
 def update(path: Path, rows: Sequence[Row]) -> bool:
-    """Replace what stands between each pair of markers of a file; returns whether the file changed."""
+    """Replace what stands between the markers <!-- name:begin --> and <!-- name:end --> of a file, for each
+    name in REGIONS; returns whether the file changed."""
     text = new = path.read_text(encoding="utf-8")
-    regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
-    if not any(marker in text for *markers, _ in regions for marker in markers):
-        raise ValueError(f"{path}: expected {BEGIN} or {SUMMARY_BEGIN}, and its end after it")
-    for opening, closing, write in regions:
-        begin, end = new.find(opening), new.find(closing)
-        if begin == end == -1:
-            continue
-        if new.count(opening) != 1 or new.count(closing) != 1 or end < begin:
-            raise ValueError(f"{path}: expected one {opening} and after it one {closing}")
-        new = f"{new[: begin + len(opening)]}\n{write(rows)}\n{new[end:]}"
-    if new == text:
-        return False
-    path.write_text(new, encoding="utf-8")
-    return True
+    for name, write in REGIONS.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = re.split(f"({begin}|{end})", new)
+        if parts[1::2] == [begin, end]:
+            new = f"{parts[0]}{begin}\n{write(rows)}\n{end}{parts[4]}"
+        elif len(parts) > 1:
+            raise ValueError(f"{path}: expected one {begin} and after it one {end}")
+    if not any(f"<!-- {name}:begin -->" in new for name in REGIONS):
+        raise ValueError(f"{path}: expected <!-- {' or '.join(REGIONS)}:begin -->, and its end after it")
+    if new != text:
+        path.write_text(new, encoding="utf-8")
+    return new != text
 
 
 def _section(title: str, columns: Columns, items: Sequence[Any], caption: str) -> str:

@@ -4,6 +4,7 @@ import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,7 +15,6 @@ from . import results
 from .results import Row
 from .runner import OK, Outcome
 
-PIPED_WIDTH = 140
 PASS_TITLES = {
     "fwd": "forward",
     "fwdbwd": "forward + backward",
@@ -29,18 +29,16 @@ def name_of(row: Row) -> str:
     return f"{row['backend']}:{row['schedule']}" if row["schedule"] else str(row["backend"])
 
 
-def conditions_title(layout: str, forget_bias: float) -> str:
+def conditions_title(row: Mapping[str, Any]) -> str:
     """What differs from the default inputs: "layout bsnd, forget bias 12"; empty where nothing does."""
-    shown = [f"layout {layout}"] * (layout != results.DEFAULTS["layout"])
-    shown += [f"forget bias {forget_bias:g}"] * (forget_bias != results.DEFAULTS["forget_bias"])
-    return ", ".join(shown)
+    given = {key: row.get(key, default) for key, default in results.DEFAULTS.items()}
+    shown = {"layout": f"layout {given['layout']}", "forget_bias": f"forget bias {given['forget_bias']:g}"}
+    return ", ".join(shown[key] for key, default in results.DEFAULTS.items() if given[key] != default)
 
 
 def problem_title(row: Row) -> str:
     """The shape of a row, and what differs from the default inputs."""
-    return ", ".join(
-        filter(None, (str(results.shape_of(row)), conditions_title(*results.conditions_of(row))))
-    )
+    return ", ".join(filter(None, (str(results.shape_of(row)), conditions_title(row))))
 
 
 def milliseconds(value: float) -> str:
@@ -59,27 +57,10 @@ def errors_of(errors: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-def make_console() -> Console:
-    """The console that tables are printed to; wide enough for them where it is piped."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-
-
 def make_progress() -> Progress:
     """A progress bar on stderr, so that the tables can be piped; hidden where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def print_table(console: Console, title: str, table: Table) -> None:
-    """A table below its title, which may be wider than it."""
-    console.print(Text(title, style="table.title"), soft_wrap=True)
-    console.print(table)
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Lines as they are, whatever their length and whatever brackets are in them."""
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def make_table(*words: str, numbers: Iterable[str]) -> Table:
@@ -138,15 +119,14 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column. What a row
-    lacks is an empty cell."""
-    plain = [key for key in results.REQUIRED if key not in ("op", "shape", "rel_err")]
-    errors = dict.fromkeys(f"rel_err_{name}" for row in rows for name in row["rel_err"])
-    header = ["op", "B", "T", "H", "K", "V", "N", "HV", *plain, *errors, *results.OPTIONAL]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Rows as CSV, each number of the shape and each error in its own column. What a row lacks is an empty
+    cell."""
+    lines = [
+        {**row, **row["shape"], **{f"rel_err_{name}": error for name, error in row["rel_err"].items()}}
+        for row in rows
+    ]
+    header = dict.fromkeys(key for line in lines for key in line if key not in ("shape", "rel_err"))
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, header, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, list(header), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        for row in rows:
-            named = {f"rel_err_{name}": error for name, error in row["rel_err"].items()}
-            writer.writerow({**row, **row["shape"], **named})
+        writer.writerows(lines)

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +22,8 @@ V_FIRST = ":v_first"
 MODEL = "model_step"  # a whole xLSTM
 GENERATED = ("qwen3_next_model", "gla_model")  # whole models that generate
 MODELS = (MODEL, *GENERATED)  # phases in place of passes, no count of FLOP and bytes
-_LINEAR = {
-    "simple_gla": "simple GLA",
-    "retention": "retention",
-    "lightning": "Lightning attention",
-    "gla": "GLA",
-    "delta_rule": "delta rule",
-    "gated_delta_rule": "gated delta rule",
-    "kda": "KDA",
-}
+_LINEAR = {"simple_gla": "simple GLA", "retention": "retention", "lightning": "Lightning attention"}
+_LINEAR |= {"gla": "GLA", "delta_rule": "delta rule", "gated_delta_rule": "gated delta rule", "kda": "KDA"}
 # in the order of the tables, with what they are called there
 TITLES = {
     "mlstm_exp": "mLSTM, exponential input gate",
@@ -52,46 +45,21 @@ OUTPUTS = ("h", "o")  # the output among the errors of a row; the others are gra
 # optional keys that are part of a row's identity, and what an absent one means
 DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
 
-_NUMBER, _TEXT = (int, float), (str,)
-_NONE = (type(None),)
-# every row has these keys, in this order
-REQUIRED: dict[str, tuple[type, ...]] = {
-    "op": _TEXT,
-    "shape": (dict,),
-    "pass": _TEXT,
-    "backend": _TEXT,
-    "schedule": _TEXT + _NONE,
-    "dtype": _TEXT,
-    "ms": _NUMBER,
-    "ms_p20": _NUMBER,
-    "ms_p80": _NUMBER,
-    "tflops": _NUMBER + _NONE,
-    "gbps": _NUMBER + _NONE,
-    "roofline": _NUMBER + _NONE,
-    "peak_mem_mb": _NUMBER + _NONE,
-    "rel_err": (dict,),
-    "run": _TEXT,
-    "gpu": _TEXT + _NONE,
-    "torch": _TEXT,
-    "triton": _TEXT + _NONE,
-    "nvcc": _TEXT + _NONE,
-    "commit": _TEXT + _NONE,
-    "date": _TEXT,
-}
+# the keys of every row, in this order
+REQUIRED = (
+    *("op", "shape", "pass", "backend", "schedule", "dtype", "ms", "ms_p20", "ms_p80"),
+    *("tflops", "gbps", "roofline", "peak_mem_mb", "rel_err"),
+    *("run", "gpu", "torch", "triton", "nvcc", "commit", "date"),
+)
 # host_us: of the host for one call; launches: kernels of one call; launch_us: of the host for as many
 # launches of an empty kernel; graph_ms: median of CUDA-graph replays; kernel_share: of the GPU's time in
 # mLSTM kernels; repeats: timed runs, where fewer than 30; note: what to know
-OPTIONAL: dict[str, tuple[type, ...]] = {
-    "layout": _TEXT,
-    "forget_bias": _NUMBER,
-    "host_us": _NUMBER,
-    "launches": (int,),
-    "launch_us": _NUMBER,
-    "graph_ms": _NUMBER,
-    "kernel_share": _NUMBER,
-    "repeats": (int,),
-    "note": _TEXT,
-}
+_FIGURES = ("host_us", "launches", "launch_us", "graph_ms", "kernel_share", "repeats")
+OPTIONAL = ("layout", "forget_bias", *_FIGURES, "note")
+_NULLABLE = ("schedule", "tflops", "gbps", "roofline", "peak_mem_mb", "gpu", "triton", "nvcc", "commit")
+# what is no number: texts, and objects
+_TEXTS = {"op", "pass", "backend", "schedule", "dtype", "layout", "note", *REQUIRED[REQUIRED.index("run") :]}
+_OBJECTS = ("shape", "rel_err")
 
 
 def record_path(gpu: str) -> Path:
@@ -108,51 +76,41 @@ def validate(row: Any) -> None:
     if missing or unknown:
         raise ValueError(f"row: missing keys {missing}, unknown keys {unknown}")
     for key, value in row.items():
-        _check_value(key, value, {**REQUIRED, **OPTIONAL}[key])
-    for name, error in row["rel_err"].items():
-        _check_value(f"rel_err {name}", error, _NUMBER)
-    _check_choice(row, "op", OPS)
-    _check_choice(row, "pass", passes_of(row["op"]))
-    _check_choice(row, "schedule", (*SCHEDULES, None))
-    _check_choice(row, "layout", LAYOUTS)
+        if not (value is None and key in _NULLABLE):
+            _check_value(key, value)
+    is_model = row["op"] in MODELS
+    choices = {"op": OPS, "pass": PHASES if is_model else PASSES, "schedule": (*SCHEDULES, None)}
+    for key, allowed in (choices | {"layout": LAYOUTS}).items():
+        if row.get(key, DEFAULTS.get(key)) not in allowed:
+            raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {row[key]!r}")
     try:
-        shape_of(row)
+        shape = shape_of(row)
     except TypeError as error:
-        more = " and layers and width" if row["op"] in MODELS else ""
+        more = " and layers and width" if is_model else ""
         expected = f"B, T, H, K and V{more}, and N and HV where they apply"
         raise ValueError(f"row shape: expected {expected}, got {row['shape']!r}") from error
-    if shape_of(row).as_dict() != row["shape"]:
+    if shape.as_dict() != row["shape"]:
         raise ValueError(f"row shape: expected no HV that equals H and no null, got {row['shape']!r}")
     for key in ("tflops", "gbps"):
-        if (row[key] is None) != (row["op"] in MODELS):
+        if (row[key] is None) != is_model:
             raise ValueError(f"row {key}: expected null for models and a number else, got {row[key]!r}")
 
 
-def _check_value(key: str, value: Any, types: tuple[type, ...]) -> None:
-    if not isinstance(value, types) or isinstance(value, bool):
-        names = " or ".join(kind.__name__ for kind in types)
-        raise ValueError(f"row {key}: expected {names}, got {value!r}")
-    if isinstance(value, (int, float)):
-        if not math.isfinite(value):
-            raise ValueError(f"row {key}: expected a finite number, got {value!r}")
-        if value < 0 and key != "forget_bias":
-            raise ValueError(f"row {key}: expected a number that is not negative, got {value!r}")
-
-
-def _check_choice(row: Row, key: str, allowed: Sequence[str | None]) -> None:
-    value = row.get(key, DEFAULTS.get(key))
-    if value not in allowed:
-        raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
+def _check_value(key: str, value: Any) -> None:
+    """A text, an object, with numbers alone where it is of errors, or a finite number, not negative."""
+    kind: Any = str if key in _TEXTS else dict if key in _OBJECTS else (int, float)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = {str: "a text", dict: "an object"}.get(kind, "a number")
+        raise ValueError(f"row {key}: expected {expected}, got {value!r}")
+    if kind == (int, float) and not (math.isfinite(value) and (value >= 0 or key == "forget_bias")):
+        raise ValueError(f"row {key}: expected a finite number that is not negative, got {value!r}")
+    for name, error in value.items() if key == "rel_err" else ():
+        _check_value(f"rel_err {name}", error)
 
 
 def shape_of(row: Row) -> Shape:
     """The shape of a row."""
     return (ModelShape if row["op"] in MODELS else Shape)(**row["shape"])
-
-
-def passes_of(op: str) -> tuple[str, ...]:
-    """What stands under "pass": passes of an operator, phases of a model."""
-    return PHASES if op in MODELS else PASSES
 
 
 def conditions_of(row: Row) -> tuple[str, float]:
@@ -185,7 +143,7 @@ def _order(row: Row) -> tuple[Any, ...]:
     layout, forget_bias = conditions_of(row)
     return (
         OPS.index(row["op"]),
-        passes_of(row["op"]).index(row["pass"]),
+        (*PASSES, *PHASES).index(row["pass"]),
         row["dtype"],
         LAYOUTS.index(layout),
         (forget_bias != FORGET_BIAS, forget_bias),
@@ -219,9 +177,8 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     lines = []
     for row in rows:
         validate(row)
-        lines.append(
-            json.dumps({key: row[key] for key in (*REQUIRED, *OPTIONAL) if key in row}, ensure_ascii=False)
-        )
+        ordered = {key: row[key] for key in (*REQUIRED, *OPTIONAL) if key in row}
+        lines.append(json.dumps(ordered, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
@@ -230,42 +187,27 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def new_row(
-    op: str,
-    shape: Shape,
-    which: str,
-    backend: str,
-    dtype: str,
-    times: Timing,
-    *,
-    rel_err: Mapping[str, float],
-    peak_mem_mb: float | None,
-    note: str = "",
-    **figures: Any,
+    op: str, shape: Shape, which: str, backend: str, dtype: str, times: Timing, **figures: Any
 ) -> Row:
     """A row of what was measured, with the digits that measurements have. which: the pass. figures: all
-    other keys; what is REQUIRED and not given is null."""
-    row: Row = {
-        **dict.fromkeys(REQUIRED),
-        "op": op,
-        "shape": shape.as_dict(),
-        "pass": which,
-        "backend": backend,
-        "dtype": dtype,
-        "ms": rounded(times.ms),
-        "ms_p20": rounded(times.p20),
-        "ms_p80": rounded(times.p80),
-        "rel_err": {name: rounded(error, 3) for name, error in rel_err.items()},
-        "peak_mem_mb": None if peak_mem_mb is None else rounded(peak_mem_mb),
-        **figures,
-    }
+    other keys, rel_err among them; what is REQUIRED and not given is null, an empty note is left out."""
+    row: Row = {**dict.fromkeys(REQUIRED), "op": op, "shape": shape.as_dict(), "pass": which}
+    row |= {"backend": backend, "dtype": dtype, "ms": times.ms, "ms_p20": times.p20, "ms_p80": times.p80}
     if times.repeats < RECORD_REPEATS:
         row["repeats"] = times.repeats
-    return row | ({"note": note} if note else {})
+    row |= {key: value for key, value in figures.items() if (key, value) != ("note", "")}
+    row["rel_err"] = {name: rounded("rel_err", error) for name, error in row["rel_err"].items()}
+    return row | {key: rounded(key, row[key]) for key in DIGITS if isinstance(row.get(key), float)}
 
 
-def rounded(value: float, digits: int = 5) -> float:
-    """A figure with the digits that a measurement can have."""
-    return float(f"{value:.{digits}g}")
+# of figures, those that a measurement can have
+DIGITS = dict.fromkeys(("ms", "ms_p20", "ms_p80", "tflops", "gbps", "peak_mem_mb", "graph_ms"), 5)
+DIGITS |= dict.fromkeys(("roofline", "host_us", "launch_us", "kernel_share", "rel_err"), 3)
+
+
+def rounded(key: str, value: float) -> float:
+    """A figure of a row with its DIGITS."""
+    return float(f"{value:.{DIGITS[key]}g}")
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
@@ -311,16 +253,17 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
         problems.setdefault(problem_of(row), []).append(row)
     found = []
     for group in problems.values():
-        shipped = [row for row in group if row["backend"] == "tk" and row["schedule"] != "sequential"]
+        shipped = [row for row in group if is_shipped(row)]
         ours = _latest(row for row in shipped if contest_of(row) in best) or _latest(shipped)
-        if ours is None:
-            theirs = _latest(row for row in group if is_baseline(row))
-        else:
-            theirs = best.get(contest_of(ours))
-        shown = ours or theirs
-        if shown is not None:
+        theirs = best.get(contest_of(ours)) if ours else _latest(filter(is_baseline, group))
+        if shown := ours or theirs:
             found.append(Pair(shown, ours, theirs))
     return found
+
+
+def is_shipped(row: Row) -> bool:
+    """Whether a row is of tk's kernels as calls take them."""
+    return row["backend"] == "tk" and row["schedule"] != "sequential"
 
 
 def _latest(rows: Iterable[Row]) -> Row | None:

@@ -5,20 +5,17 @@ Neither is needed. A package that is missing, or that does not take a call, is t
 FlashQLA serves the gated delta rule at K = V = 128. It is called directly: through FLA's dispatch it would
 pay for FLA's host code.
 
-mamba_ssm serves simple GLA. Its function takes x, dt, A, B and C, makes dt x of x, and decays by e^(dt A).
-With A = -1, dt = -g, B = k, C = q and x = scale v / dt it is simple GLA. x is made before anything is timed,
-so that its time is that of its own call, with the gradients of x, dt, B and C. dv is made of dx when it is
-checked. dg is not: it would be the difference of ddt and of dx.x / dt, which the rounding of dx dominates.
-Its package imports extensions compiled for CUDA on import, which its Triton kernels do not use. Where only
-these are missing, its Triton modules are imported below a package without code in its place.
+mamba_ssm serves simple GLA. Its function takes x, dt, A, B and C, makes dt x of x, and decays by e^(dt A):
+with A = -1, dt = -g, B = k, C = q and x = scale v / dt, made before anything is timed, it is simple GLA. dv
+is made of dx when it is checked. dg is not: it would be the difference of ddt and of dx.x / dt, which the
+rounding of dx dominates.
 """
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +23,7 @@ from torch import Tensor
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.installed import find_package
 
-from .inputs import OFFSETS
+from .inputs import OFFSETS, Named
 
 FLASH_QLA, MAMBA = "tilelang:flash_qla", "triton:mamba_ssm"
 _FLASH_QLA_DIM = 128
@@ -36,39 +33,40 @@ _INSTALL_MAMBA = (
 MAMBA_CHUNK = 256  # that of its own layers
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A rival's call on its own inputs. leaves: what is differentiated, by the rival's names. call: of the
-    leaves in their order; the output."""
-
-    leaves: dict[str, Tensor]
-    call: Callable[..., Tensor]
+# what is differentiated, by the rival's names, and its call of these in their order, which gives the output
+Prepared = tuple[dict[str, Tensor], Callable[..., Tensor]]
 
 
-@dataclass(frozen=True)
-class Rival:
+class Rival(NamedTuple):
     """A function of another package.
 
     Attributes:
-        variant: its name as --backends and rows have it.
         operator: what it computes, by the name of an Operator.
+        packages: what is imported, and how it is installed.
         prepare: of the operator's inputs; UnsupportedError where the rival does not take them.
         finish: of the operator's inputs and the results by the rival's names ("o", "dx"): the same by the
             operator's names.
         note: what to know of its rows.
     """
 
-    variant: str
     operator: str
-    prepare: Callable[[Mapping[str, Tensor]], Prepared]
-    finish: Callable[[Mapping[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
+    packages: dict[str, str]
+    prepare: Callable[[Named], Prepared]
+    finish: Callable[[Named, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, results: results
     note: str = ""
 
 
-def _prepare_flash_qla(inputs: Mapping[str, Tensor]) -> Prepared:
+def prepare(variant: str, inputs: Named) -> Prepared:
+    """A rival's call on its own inputs; UnsupportedError where it is not installed or does not take them."""
+    for package, remedy in RIVALS[variant].packages.items():
+        if find_package(package) is None:
+            raise UnsupportedError(variant, f"{package} is not installed", remedy)
+    _check_gpu(variant, inputs["q"])
+    return RIVALS[variant].prepare(inputs)
+
+
+def _prepare_flash_qla(inputs: Named) -> Prepared:
     q, v = inputs["q"], inputs["v"]
-    _check_installed(FLASH_QLA, "flash_qla", "pip install flash-qla")
-    _check_gpu(FLASH_QLA, q)
     if (q.shape[-1], v.shape[-1]) != (_FLASH_QLA_DIM, _FLASH_QLA_DIM):
         dims = f"these are {q.shape[-1]} and {v.shape[-1]}"
         raise UnsupportedError(FLASH_QLA, f"it takes K = V = {_FLASH_QLA_DIM}, {dims}", "use another")
@@ -81,67 +79,49 @@ def _prepare_flash_qla(inputs: Mapping[str, Tensor]) -> Prepared:
     def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return function(q, k, v, g, beta, cu_seqlens=offsets)[0]
 
-    return Prepared(leaves, call)
+    return leaves, call
 
 
-def _prepare_mamba(inputs: Mapping[str, Tensor]) -> Prepared:
+def _prepare_mamba(inputs: Named) -> Prepared:
     q, k, v, g = (inputs[name] for name in "qkvg")
-    _check_installed(MAMBA, "mamba_ssm", _INSTALL_MAMBA)
-    _check_installed(MAMBA, "einops", "pip install einops")
-    _check_gpu(MAMBA, q)
     function = _mamba_module().mamba_chunk_scan_combined
-    dt = -g
-    x = (v.float() * (_scale(q) / dt)[..., None]).to(v.dtype)
+    x = (v.float() * _factor(inputs)).to(v.dtype)
     a = torch.full((v.shape[2],), -1.0, device=v.device)
-    sequences = _sequence_of_token(inputs[OFFSETS]) if OFFSETS in inputs else None
+    sequences = None  # [1, T] int32: the number of each token's sequence
+    if OFFSETS in inputs:
+        lengths = inputs[OFFSETS].diff().long()
+        numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=v.device)
+        sequences = numbers.repeat_interleave(lengths)[None]
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return function(x, dt, a, b, c, chunk_size=MAMBA_CHUNK, seq_idx=sequences)
 
-    return Prepared({"x": x, "dt": dt, "b": k, "c": q}, call)
+    return {"x": x, "dt": -g, "b": k, "c": q}, call
 
 
-def _finish_mamba(inputs: Mapping[str, Tensor], results: dict[str, Tensor]) -> dict[str, Tensor]:
+def _finish_mamba(inputs: Named, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """dq is that of c, dk that of b, and dv comes of dx; dg is left out."""
-    found = {"o": results["o"]}
-    if "dx" not in results:
-        return found
-    factor = (_scale(inputs["q"]) / -inputs["g"])[..., None]
-    return found | {"dq": results["dc"], "dk": results["db"], "dv": results["dx"].float() * factor}
+    named = {"o": "o", "dq": "dc", "dk": "db", "dv": "dx"}
+    found = {ours: results[theirs] for ours, theirs in named.items() if theirs in results}
+    return found | {"dv": found["dv"].float() * _factor(inputs)} if "dv" in found else found
 
 
-def _scale(q: Tensor) -> float:
-    return float(q.shape[-1]) ** -0.5
-
-
-def _sequence_of_token(offsets: Tensor) -> Tensor:
-    """[1, T] int32: the number of each token's sequence."""
-    lengths = (offsets[1:] - offsets[:-1]).long()
-    numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=offsets.device)
-    return numbers.repeat_interleave(lengths)[None]
+def _factor(inputs: Named) -> Tensor:
+    """Of x over v: scale / dt."""
+    return (inputs["q"].shape[-1] ** -0.5 / -inputs["g"])[..., None]
 
 
 def _mamba_module() -> Any:
-    """mamba_ssm.ops.triton.ssd_combined, with or without what the package imports on import."""
-    name = "mamba_ssm.ops.triton.ssd_combined"
-    try:
-        return importlib.import_module(name)
-    except Exception:  # of whatever its package imports
-        for loaded in [each for each in sys.modules if each.partition(".")[0] == "mamba_ssm"]:
-            del sys.modules[loaded]
+    """mamba_ssm.ops.triton.ssd_combined. The package imports extensions compiled for CUDA on import, which
+    its Triton kernels do not use: one without code stands in its place."""
     spec = find_package("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
         raise UnsupportedError(MAMBA, "mamba_ssm is no package", _INSTALL_MAMBA)
     package = ModuleType("mamba_ssm")
     package.__path__ = list(spec.submodule_search_locations)
     package.__spec__ = spec
-    sys.modules["mamba_ssm"] = package
-    return importlib.import_module(name)
-
-
-def _check_installed(variant: str, package: str, remedy: str) -> None:
-    if find_package(package) is None:
-        raise UnsupportedError(variant, f"{package} is not installed", remedy)
+    sys.modules.setdefault("mamba_ssm", package)
+    return importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
 
 
 def _check_gpu(variant: str, tensor: Tensor) -> None:
@@ -149,25 +129,14 @@ def _check_gpu(variant: str, tensor: Tensor) -> None:
         raise UnsupportedError(variant, "its kernels need a GPU", "run on a GPU")
 
 
-RIVALS: dict[str, Rival] = {
-    rival.variant: rival
-    for rival in (
-        Rival(FLASH_QLA, "gated_delta_rule", _prepare_flash_qla, lambda inputs, results: results),
-        Rival(
-            MAMBA,
-            "simple_gla",
-            _prepare_mamba,
-            _finish_mamba,
-            note="x = scale v / dt made beforehand; ddt computed in the place of dg, not checked",
-        ),
-    )
+# by their names, as --backends and rows have them
+RIVALS = {
+    FLASH_QLA: Rival("gated_delta_rule", {"flash_qla": "pip install flash-qla"}, _prepare_flash_qla),
+    MAMBA: Rival(
+        "simple_gla",
+        {"mamba_ssm": _INSTALL_MAMBA, "einops": "pip install einops"},
+        _prepare_mamba,
+        _finish_mamba,
+        note="x = scale v / dt made beforehand; ddt computed in the place of dg, not checked",
+    ),
 }
-
-
-def rivals_of(operator: str, family: str) -> list[str]:
-    """The variants that compute an operator, of "triton" or "tilelang"."""
-    return [
-        name
-        for name, rival in RIVALS.items()
-        if rival.operator == operator and name.partition(":")[0] == family
-    ]

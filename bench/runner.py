@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from tfla_tk.core.errors import UnsupportedError
 
 from . import accuracy, fla, results, rivals, timing
 from .accuracy import AS_GIVEN, ORTHOGONAL, RANDOM, Truth
-from .ceilings import Ceilings
-from .inputs import DTYPES, cotangent_like
-from .operators import Operator, last_state_of, output_of, split_offsets
-from .results import BASELINES, DEFAULTS, Row, rounded
-from .shapes import Shape
+from .inputs import DTYPES, Named, cotangent_like
+from .operators import Operator, parts_of, split_offsets
+from .results import BASELINES, DEFAULTS, Row
+from .shapes import Shape, cost
+from .timing import Timing
 from .variants import Variant
 
 QUADRATIC_BYTES = 2**29
@@ -41,48 +41,62 @@ class Settings:
     plan: timing.Plan
     stopwatch: timing.Stopwatch
     provenance: Mapping[str, Any]
-    ceilings: Ceilings | None = None
+    ceilings: timing.Ceilings | None = None
+
+
+class Contest(NamedTuple):
+    """The variants of an operator on one shape and pass."""
+
+    operator: Operator
+    which: str
+    shape: Shape
+    variants: Sequence[Variant]
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What became of something that was tried: its errors, by name, and the reason where it failed or
+    nothing serves it."""
+
+    raised: ClassVar[tuple[type[Exception], ...]] = ()  # what is no fault of the work alone
+    status: str = OK
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What the work gives; None where it raises, which is the verdict then, and others go on."""
+        try:
+            return work()
+        except self.raised:
+            raise
+        except Exception as error:
+            self.status, self.reason = verdict_on(error)
+            return None
 
 
 @dataclass
-class Outcome:
-    """What became of one variant: a row, or the reason why there is none. errors are against fp64, of a
-    part of the call where `partial`; notes say what is to be known of them and of the variant."""
+class Outcome(Verdict):
+    """What became of one variant. row: None where it was not timed. errors: against fp64, of a part of the
+    call where `partial`. notes: what is to be known of them and of the variant."""
 
-    op: str
-    shape: Shape
-    which: str
     variant: Variant
-    status: str = OK
-    reason: str = ""
     row: Row | None = None
-    errors: dict[str, float] = field(default_factory=dict)
     partial: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def stop(self, status: str, reason: str) -> None:
-        """No row: it failed, or nothing serves the call."""
-        self.status, self.reason = status, reason
-
 
 def run_contest(
-    operator: Operator,
-    shape: Shape,
-    which: str,
-    variants: Sequence[Variant],
-    settings: Settings,
-    tell: Callable[[str], object] = lambda label: None,
+    contest: Contest, settings: Settings, tell: Callable[[str], object] = lambda label: None
 ) -> list[Outcome]:
     """Check each variant on this very shape, then time those that passed: an outcome per variant, in their
     order. tell is called with a label before each step of the work."""
-    outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
+    operator, which, _, variants = contest
+    outcomes = [Outcome(variant) for variant in variants]
     with lifted_guard(operator, variants, which, settings.device) as lifted:
+        of = {fla.VARIANT: fla.NOTE * lifted, **{name: each.note for name, each in rivals.RIVALS.items()}}
         for outcome in outcomes:
-            if outcome.variant.call == fla.VARIANT:
-                outcome.notes += [fla.NOTE] * lifted
-            if outcome.variant.call in rivals.RIVALS:
-                outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
-        _check_and_time(operator, outcomes, settings, tell)
+            outcome.notes += filter(None, [of.get(outcome.variant.call)])
+        _check_and_time(contest, outcomes, settings, tell)
     return outcomes
 
 
@@ -95,38 +109,32 @@ def lifted_guard(
 
 
 def _check_and_time(
-    operator: Operator, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
+    contest: Contest, outcomes: Sequence[Outcome], settings: Settings, tell: Callable[[str], object]
 ) -> None:
-    """Fill the outcomes of one contest, at least one."""
+    """Fill the outcomes of one contest."""
     tell("fp64 reference")
-    shape, which = outcomes[0].shape, outcomes[0].which
-    kinds = {outcome.variant.call: cotangent_kind(operator, outcome.variant, which) for outcome in outcomes}
+    operator, which, shape, variants = contest
+    kinds = [cotangent_kind(operator, variant, which) for variant in variants]
     dtype, device, seed = DTYPES[settings.dtype], settings.device, settings.seed
     try:
         inputs = operator.inputs(shape, dtype, device, settings.layout, seed, settings.forget_bias)
         drawn = {operator.output: cotangent_like(inputs["v"], seed + 1)} if which == "fwdbwd" else {}
-        truth = accuracy.compute_truth(
-            operator, shape, inputs, drawn, kinds=tuple(dict.fromkeys(kinds.values()))
-        )
+        truths = {kind: accuracy.compute_truth(operator, shape, inputs, drawn, kind) for kind in set(kinds)}
     except Exception as error:  # too large for this machine: the next contest may not be
         for outcome in outcomes:
-            outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
+            outcome.status, outcome.reason = FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}"
         return
     finally:
         release(device)
-    for outcome in outcomes:
+    for outcome, kind in zip(outcomes, kinds, strict=True):
         tell(outcome.variant.call)
-        kind = kinds[outcome.variant.call]
-        given = {operator.output: truth.cotangents[kind]} if drawn else {}
-        baseline = outcome.variant.family in BASELINES
-        work = partial(
-            check, operator, outcome, inputs, given, truth, kind, settings.dtype, baseline=baseline
-        )
-        guard(outcome, work)
+        limits = operator.tolerances(settings.dtype, baseline=outcome.variant.family in BASELINES)
+        work = partial(check, outcome, inputs, truths[kind], limits)
+        outcome.run(work)
         release(device)
-    del truth, work  # gigabytes that nothing timed needs
+    del truths, work  # gigabytes that nothing timed needs
     tell("timed")
-    _time(operator, outcomes, inputs, drawn, settings)
+    _time(contest, outcomes, inputs, drawn, settings)
 
 
 def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
@@ -136,12 +144,7 @@ def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
 
 
 def make_step(
-    operator: Operator,
-    variant: Variant,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    *,
-    unused: bool = False,
+    operator: Operator, variant: Variant, inputs: Named, cotangents: Named, *, unused: bool = False
 ) -> Callable[[], dict[str, Tensor]]:
     """One call of the pass: the output and the gradient "d<name>" of each input; nothing accumulates. The
     results of a rival have its own names (`rivals.Rival.finish`). cotangents: of the output and, named as
@@ -150,8 +153,7 @@ def make_step(
     tensors, offsets = split_offsets(inputs)
     call: Callable[..., Any] = partial(operator.call, variant.call, **offsets)
     if variant.call in rivals.RIVALS:
-        prepared = rivals.RIVALS[variant.call].prepare(inputs)
-        tensors, call = prepared.leaves, prepared.call
+        tensors, call = rivals.prepare(variant.call, inputs)
     backward = bool(cotangents)
     leaves = {
         name: tensor.detach().requires_grad_(backward and name not in operator.constants)
@@ -166,96 +168,75 @@ def make_step(
 
     def forward() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {operator.output: output_of(call())}
+            return {operator.output: parts_of(call())[0]}
 
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
     sources, given = list(wanted.values()), list(cotangents.values())
 
     def forward_backward() -> dict[str, Tensor]:
-        result = call()
-        found = (output_of(result), *last_state_of(result))[: len(given)]
+        found = parts_of(call())[: len(given)]
         grads = torch.autograd.grad(found, sources, given, allow_unused=unused, materialize_grads=unused)
         return {operator.output: found[0].detach(), **dict(zip(wanted, grads, strict=True))}
 
     return forward_backward if backward else forward
 
 
-def check(
-    operator: Operator,
-    outcome: Outcome,
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    truth: Truth,
-    kind: str,
-    dtype: str,
-    *,
-    baseline: bool = False,
-) -> None:
-    """Fill the outcome's errors, and stop it where they exceed the tolerance. kind: of the output's
-    gradient. baseline: it is judged by the tolerances of the baselines."""
-    refuse_quadratic(outcome)
+def check(outcome: Outcome, inputs: Named, truth: Truth, tolerances: dict[str, float]) -> None:
+    """Fill the outcome's errors, and stop it where they exceed the tolerances."""
+    refuse_quadratic(outcome.variant, truth.picks.shape)
     v, rival = inputs["v"], rivals.RIVALS.get(outcome.variant.call)
-    step = make_step(operator, outcome.variant, inputs, cotangents, unused=kind == AS_GIVEN)
-    accuracy.poison(v.numel() * v.element_size(), v.device)
+    unused = truth.kind == AS_GIVEN
+    step = make_step(truth.picks.operator, outcome.variant, inputs, truth.cotangents, unused=unused)
+    if v.is_cuda:  # leaves NaN in the allocator's free memory: an element that a kernel does not write shows
+        torch.full((v.numel() * v.element_size() // 4 + 1,), float("nan"), device=v.device)
     results = step()
-    outcome.errors = truth.errors(kind, rival.finish(inputs, results) if rival else results)
-    outcome.partial = truth.partial
-    outcome.notes += [truth.picks.left_out] * truth.partial
-    wrong = accuracy.failures(outcome.errors, operator.tolerances(dtype, baseline=baseline))
+    outcome.errors = truth.errors(rival.finish(inputs, results) if rival else results)
+    outcome.partial = bool(truth.picks.left_out)
+    outcome.notes += filter(None, [truth.picks.left_out])
+    wrong = accuracy.failures(outcome.errors, tolerances)
     if wrong:
-        outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
+        outcome.status, outcome.reason = FAILED, "error against fp64: " + ", ".join(wrong)
 
 
-def refuse_quadratic(outcome: Outcome) -> None:
+def refuse_quadratic(variant: Variant, shape: Shape) -> None:
     """The parallel form has matrices [S, S]; long sequences would fill the memory. The reference loops
     over packed sequences; many would take minutes."""
-    shape = outcome.shape
-    if outcome.variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
-        raise UnsupportedError(outcome.variant.call, f"it computes {shape.N:,} sequences one after the other")
+    if variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
+        raise UnsupportedError(variant.call, f"it computes {shape.N:,} sequences one after the other")
     # of packed sequences the matrices follow one another
-    longest = max(shape.lengths())
-    matrix = 4 * shape.B * shape.value_heads * longest**2
-    if outcome.variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
-        raise UnsupportedError(
-            "reference:parallel", f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB"
-        )
+    matrix = 4 * shape.B * shape.value_heads * max(shape.lengths()) ** 2
+    if variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
+        raise UnsupportedError(variant.call, f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB")
 
 
 def _time(
-    operator: Operator,
-    outcomes: Sequence[Outcome],
-    inputs: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    settings: Settings,
+    contest: Contest, outcomes: Sequence[Outcome], inputs: Named, cotangents: Named, settings: Settings
 ) -> None:
     """Warm up, measure memory, time in rounds, and make the rows."""
     steps: dict[str, timing.Step] = {}
     repeats: dict[str, int] = {}
     memory: dict[str, int | None] = {}
 
-    def prepare(outcome: Outcome) -> None:
-        name = outcome.variant.call
-        step = make_step(operator, outcome.variant, inputs, cotangents)
+    def prepare(variant: Variant) -> None:
+        step = make_step(contest.operator, variant, inputs, cotangents)
         estimate = timing.warm_up(step, settings.stopwatch, settings.plan.budget_ms)
-        memory[name] = timing.peak_memory(step, settings.device)
-        repeats[name] = settings.plan.repeats_for(estimate)
-        steps[name] = step
+        memory[variant.call] = timing.peak_memory(step, settings.device)
+        repeats[variant.call] = settings.plan.repeats_for(estimate)
+        steps[variant.call] = step
 
     for outcome in outcomes:
         if outcome.status == OK:
-            guard(outcome, partial(prepare, outcome))
+            outcome.run(partial(prepare, outcome.variant))
     found = timing.interleave(steps, repeats, settings.stopwatch)
     for outcome in outcomes:
         name = outcome.variant.call
         if outcome.status == OK:
-            always = operator.runs_in_graphs
-            more = _other_times(steps[name], found[name], settings, always_graph=always)
-            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], **more)
+            always = contest.operator.runs_in_graphs
+            more = _other_times(steps[name], found[name].ms, settings, always_graph=always)
+            outcome.row = make_row(contest, outcome, settings, found[name], memory[name], **more)
 
 
-def _other_times(
-    step: timing.Step, found: timing.Timing, settings: Settings, *, always_graph: bool
-) -> dict[str, float]:
+def _other_times(step: timing.Step, ms: float, settings: Settings, *, always_graph: bool) -> dict[str, float]:
     """What else a row tells of a step on a GPU, by the row's keys. The host's time for one call, unless it
     is a long one. The time of CUDA-graph replays, the graph's kernels and the host's time to launch as
     many empty ones: for a step so short that its launches may dominate (below GRAPH_BELOW_MS, or mostly
@@ -264,61 +245,48 @@ def _other_times(
     if settings.device.type != "cuda":
         return more
     wait = settings.stopwatch.wait
-    if found.ms < timing.HOST_BELOW_MS:
-        more["host_us"] = rounded(timing.host_us(step, wait), 3)
-    waits_for_host = more.get("host_us", 0) > 0.5e3 * found.ms
-    if always_graph or found.ms < timing.GRAPH_BELOW_MS or waits_for_host:
-        captured = timing.capture(step, settings.device)
-        if captured is not None:
-            replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
-            more["graph_ms"] = rounded(replayed.ms)
-        if captured is not None and captured.launches is not None:
+    if ms < timing.HOST_BELOW_MS:
+        more["host_us"] = timing.host_us(step, wait)
+    if not (always_graph or ms < timing.GRAPH_BELOW_MS or more.get("host_us", 0) > 0.5e3 * ms):
+        return more
+    captured = timing.capture(step, settings.device)
+    if captured is not None:
+        replayed = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch)
+        more["graph_ms"] = replayed.ms
+        if captured.launches is not None:
             more["launches"] = captured.launches
-            more["launch_us"] = rounded(captured.launches * timing.launch_us(wait), 3)
+            more["launch_us"] = captured.launches * timing.launch_us(wait)
     return more
 
 
 def make_row(
-    operator: Operator,
-    outcome: Outcome,
-    settings: Settings,
-    found: timing.Timing,
-    peak_bytes: int | None,
-    **more: float,
+    contest: Contest, outcome: Outcome, settings: Settings, found: Timing, peak: int | None, **more: Any
 ) -> Row:
-    """The results row of a timed variant; `more` by its keys."""
-    cost = operator.cost(outcome.shape, outcome.which, DTYPES[settings.dtype].itemsize)
-    ceilings = settings.ceilings
+    """The results row of a timed variant. peak: its memory in bytes. more: by the row's keys."""
+    operator, which, shape, _ = contest
+    least = cost(operator.name, shape, which, DTYPES[settings.dtype].itemsize)
+    if settings.ceilings is not None:
+        more["roofline"] = settings.ceilings.roofline_ms(least) / found.ms
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
-    notes = list(outcome.notes)
-    if cotangent_kind(operator, outcome.variant, outcome.which) == ORTHOGONAL:
-        notes.insert(0, "gradients without the normaliser's part, checked with dh orthogonal to h")
+    more |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
+    orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
+    omits = ["gradients without the normaliser's part, checked with dh orthogonal to h"] * orthogonal
     return results.new_row(
         operator.name,
-        outcome.shape,
-        outcome.which,
+        shape,
+        which,
         outcome.variant.backend,
         settings.dtype,
         found,
         schedule=outcome.variant.schedule,
-        tflops=rounded(cost.flops / found.ms / 1e9),
-        gbps=rounded(cost.bytes / found.ms / 1e6),
-        roofline=None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
-        peak_mem_mb=None if peak_bytes is None else peak_bytes / 2**20,
+        tflops=least.flops / found.ms / 1e9,
+        gbps=least.bytes / found.ms / 1e6,
+        peak_mem_mb=None if peak is None else peak / 2**20,
         rel_err=outcome.errors,
-        note="; ".join(notes),
+        note="; ".join([*omits, *outcome.notes]),
         **settings.provenance,
-        **{key: value for key, value in given.items() if value != DEFAULTS[key]},
         **more,
     )
-
-
-def guard(outcome: Outcome, work: Callable[[], object]) -> None:
-    """Run one variant's work; whatever it raises is its outcome, and the others go on."""
-    try:
-        work()
-    except Exception as error:
-        outcome.stop(*verdict_on(error))
 
 
 def verdict_on(error: Exception) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from tfla_tk.core import flops
 
@@ -98,7 +99,6 @@ class ModelShape(Shape):
 _SHAPE = re.compile(
     r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))((?:x(?:N|HV)\d+)*)", re.IGNORECASE
 )
-_MORE = re.compile(r"x(N|HV)(\d+)", re.IGNORECASE)
 
 
 def _parse_shape(text: str) -> Shape | None:
@@ -107,7 +107,7 @@ def _parse_shape(text: str) -> Shape | None:
     if not match:
         return None
     *numbers, rest = match.groups()
-    named = _MORE.findall(rest)
+    named = re.findall(r"x(N|HV)(\d+)", rest, re.IGNORECASE)
     more = {name.upper(): int(number) for name, number in named}
     if len(more) < len(named):
         raise ValueError(f"expected N and HV at most once each, got {text!r}")
@@ -163,41 +163,28 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The least that a call must do. flops: multiplications and additions of the chunkwise form with fused
     chunks of CHUNK tokens. bytes: traffic with device memory."""
 
     flops: float
     bytes: float
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
-
 
 def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
     """The least work and traffic of one call. op: a name of COSTS. which: "fwd", or "fwdbwd" for the sum
     of forward and backward. itemsize: bytes per element of q, k, v."""
-    if op not in COSTS:
-        raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")
-    if which not in PASSES:
-        raise ValueError(f"pass: expected one of {', '.join(PASSES)}, got {which!r}")
-    forward, backward = COSTS[op](shape, itemsize)
-    if which == "fwd":
-        each = forward
-    elif backward is not None:
-        each = forward + backward
-    else:
-        raise ValueError(f"pass: {op} has no backward, got {which!r}")
-    return Cost(each.flops * shape.head_tokens, each.bytes * shape.head_tokens)
+    parts = COSTS[op](shape, itemsize)[: {"fwd": 1, "fwdbwd": 2}[which]]
+    flops_per_token, bytes_per_token = map(sum, zip(*parts, strict=True))
+    return Cost(flops_per_token * shape.head_tokens, bytes_per_token * shape.head_tokens)
 
 
-# forward and backward per token and head; None where there is no backward
-PerToken = Callable[[Shape, int], tuple[Cost, Cost | None]]
+# forward and backward per token and head; one step of decoding has no backward
+PerToken = Callable[[Shape, int], tuple[Cost, ...]]
 FlopsOfDims = Callable[[int, int], int]
 
 
-def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, ...]:
     """mLSTM: q, k, v, h and three fp32 gate values (i, f and m) once. The backward has two sweeps, dq
     forward in time, dk and dv backward in time, with no state in memory."""
     dims = itemsize * (shape.K + shape.V)
@@ -218,7 +205,7 @@ def _linear(
     heads of v share it, and so are the products that none of v enters (Q K^T, and in the backward dq and
     dk within a chunk) counted once."""
 
-    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, ...]:
         keys, values = shape.K / shape.group, shape.V
         numbers = gates + shape.K * by_channel
         shared = (1 - 1 / shape.group) * flops.intra_chunk(shape.K, 0)
@@ -229,40 +216,37 @@ def _linear(
     return per_token
 
 
-def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
+def _mlstm_step(shape: Shape, itemsize: int) -> tuple[Cost, ...]:
     """One step of decoding: the state once in and once out, a token, two fp32 gates."""
     state = shape.K * (shape.V + 1) + 1
-    return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
+    return (Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8),)
 
 
-def _linear_step(gates: int, by_channel: bool = False) -> PerToken:
-    """One step of a linear operator: an fp32 state once in and once out, a token, its fp32 gates; by_channel:
-    and log decays of K channels."""
+def _linear_step(gates: int, *, by_channel: bool = False) -> PerToken:
+    """One step of a linear operator: an fp32 state once in and once out, a token, so many fp32 gates, and K
+    more where they are by channel."""
 
-    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, None]:
+    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, ...]:
         token = 2 * itemsize * (shape.K / shape.group + shape.V)
         numbers = 2 * shape.K * shape.V + gates + by_channel * shape.K
-        return Cost(flops.step(shape.K, shape.V), token + 4 * numbers), None
+        return (Cost(flops.step(shape.K, shape.V), token + 4 * numbers),)
 
     return per_token
 
 
 COSTS: dict[str, PerToken] = {
-    "mlstm_exp": _mlstm,
-    "mlstm_sig": _mlstm,
-    "mlstm_step": _step,
-    "gated_delta_rule_step": _linear_step(2),
-    "gla_step": _linear_step(0, by_channel=True),
-    "simple_gla_step": _linear_step(1),
-    "delta_rule_step": _linear_step(1),
-    "kda_step": _linear_step(1, by_channel=True),
-    # a log decay per token; one per head
+    **dict.fromkeys(("mlstm_exp", "mlstm_sig"), _mlstm),
     "simple_gla": _linear(1),
-    "retention": _linear(0),
-    "lightning": _linear(0),
+    # a log decay per head
+    **dict.fromkeys(("retention", "lightning"), _linear(0)),
+    "gla": _linear(0, backward=flops.gla_backward, by_channel=True),
     # beta; g and beta
     "delta_rule": _linear(1, flops.delta_rule, flops.delta_rule_backward),
     "gated_delta_rule": _linear(2, flops.delta_rule, flops.delta_rule_backward),
-    "gla": _linear(0, backward=flops.gla_backward, by_channel=True),
     "kda": _linear(1, flops.delta_rule, flops.delta_rule_backward, by_channel=True),
+    "mlstm_step": _mlstm_step,
+    **dict.fromkeys(("simple_gla_step", "delta_rule_step"), _linear_step(1)),
+    "gla_step": _linear_step(0, by_channel=True),
+    "gated_delta_rule_step": _linear_step(2),
+    "kda_step": _linear_step(1, by_channel=True),
 }

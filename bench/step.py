@@ -1,52 +1,66 @@
 """`python -m tfla_tk.bench step`: one token of mLSTM, against mlstm_kernels' Triton step and the copy rate.
 
-With --op one token of the linear operators: `linear_step`.
+With --op one token of the linear operators against FLA's step.
 
 A call makes T steps, each on a state of its own, as a model of T layers does for one token: at T = 32 even
 the states of batch 1 are more than the L2 cache holds. The column "roofline" is the share of the copy rate
-that was measured in the same run. q, k, v, h and the state are of the run's dtype, m among them. Decoding
-runs in CUDA graphs: every row has the time of their replay as well.
+that was measured in the same run. Of mLSTM q, k, v, h and the state are of the run's dtype, m among them; of
+the linear operators the state is fp32, of the variant "v_first" [V, K], as engines and most of FLA's layers
+keep it. Decoding runs in CUDA graphs: every row has the time of their replay as well.
 """
 
 import argparse
 import importlib
-from typing import Any
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tfla_tk import mlstm_step, reference
 from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
-from . import linear_step
-from .compare import Contest, add_run_arguments, carry_out
-from .inputs import FORGET_BIAS, draw_steps, forget, made_once
+from . import fla
+from .compare import add_run_arguments, carry_out
+from .inputs import Sizes, draw_steps, made_once
 from .operators import Operator
-from .results import IN_PLACE, STEP
+from .results import IN_PLACE, STEP, STEP_OF, V_FIRST
+from .runner import Contest
 from .shapes import Shape, parse_shapes
 from .usage import UsageError, argument, names
 from .variants import Variant
 
-MLSTM = "mlstm"
-SHAPES = parse_shapes("64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x512,1x32x8x256x512")
+MLSTM_SHAPES = "64x1x8x256x512,256x1x8x256x512,64x1x16x128x256,8x8x8x256x512,1x32x8x256x512"
+STATE_BYTES = 2e8
+BATCHES = 1, 8, 64, 256
+# of the public functions, in the order of the inputs
+GATES: dict[str, tuple[str, ...]] = {"gated_delta_rule": ("g", "beta"), "gla": ("gk",), "simple_gla": ("g",)}
+GATES |= {"delta_rule": ("beta",), "kda": ("g", "beta")}
+BY_CHANNEL = ("gla", "kda")  # their first gate: a number for every channel of a key
+# heads, K, V, heads of v: Qwen3-Next and OLMo-hybrid, GLA-1.3B, small models, Kimi-Linear
+MODELS = {
+    "gated_delta_rule": ((16, 128, 128, 32), (30, 96, 192, 30)),
+    "gla": ((4, 256, 512, 4),),
+    "simple_gla": ((16, 128, 128, 16),),
+    "delta_rule": ((16, 128, 128, 16),),
+    "kda": ((32, 128, 128, 32),),
+}
 
 
 def step_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "bnsd",
-    seed: int = 0,
-    forget_bias: float = FORGET_BIAS,
+    shape: Shape, dtype: torch.dtype, device: torch.device, layout: str, seed: int, forget_bias: float
 ) -> dict[str, Tensor]:
     """q, k, v, i, f and c, n, m of T steps [B, NH, T, ...], N(0, 1), f + forget_bias; those of one step
     are contiguous. dtype: of q, k, v and of the state. layout means nothing."""
-    dims: dict[str, tuple[int, ...]]
-    dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}
-    dims |= {"c": (shape.K, shape.V), "n": (shape.K,), "m": (1,)}
-    of = {name: ((shape.H, *own), torch.float32 if name in "if" else dtype) for name, own in dims.items()}
-    found = draw_steps(of, shape, device, seed)
+    keys, values = (shape.H, shape.K), (shape.H, shape.V)
+    sizes: Sizes = {"q": (keys, dtype), "k": (keys, dtype), "v": (values, dtype)}
+    sizes |= dict.fromkeys("if", ((shape.H, 1), torch.float32))
+    sizes |= {"c": ((*keys, shape.V), dtype), "n": (keys, dtype), "m": ((shape.H, 1), dtype)}
+    found = draw_steps(sizes, shape, device, seed)
     found["f"] += forget_bias
     return found
 
@@ -86,30 +100,113 @@ def step_truth(*, chunk_size: int, **tensors: Tensor) -> Tensor:
     return torch.stack([reference.mlstm_step(*x)[0] for x in steps], dim=2)
 
 
+def linear_step_inputs(
+    op: str, shape: Shape, dtype: torch.dtype, device: torch.device, layout: str, seed: int, bias: float
+) -> dict[str, Tensor]:
+    """q, k, v in dtype, gates and states in fp32, of T steps: [B, H, T, ...], those of a step contiguous.
+    layout and bias mean nothing."""
+    values, wide, gates = shape.value_heads, torch.promote_types(dtype, torch.float32), GATES[op]
+    sizes: Sizes = dict.fromkeys("qk", ((shape.H, shape.K), dtype))
+    sizes |= {"v": ((values, shape.V), dtype), **dict.fromkeys(gates, ((values,), wide))}
+    if op in BY_CHANNEL:
+        sizes[gates[0]] = (values, shape.K), wide
+    sizes["state"] = (values, shape.K, shape.V), wide
+    found = draw_steps(sizes, shape, device, seed)
+    for gate in gates:
+        drawn = found[gate]
+        drawn.copy_(torch.sigmoid(drawn) if gate == "beta" else logsigmoid(drawn + 2))
+    return found
+
+
+class LinearStep(Operator):
+    """T steps of one token. Their new states are kept until the end, so that each is written to memory."""
+
+    def call(self, backend: str, *tensors: Tensor, **named: Any) -> Tensor:
+        """o [B, HV, T, V] of a backend of the public function or of FLA's, with states [K, V], or [V, K]."""
+        *tokens, state = tensors
+        backend, v_first, _ = backend.partition(V_FIRST)
+        options: dict[str, Any] = dict(self.options)
+        if v_first:
+            (state,), options["state_v_first"] = made_once(_transposed, state), True
+        function = self.function_of(backend)
+        outputs, states = [], []
+        for *of_token, before in zip(*(x.unbind(2) for x in (*tokens, state)), strict=True):
+            q, k, v, *rest = (x[:, None] for x in of_token)
+            given = dict(zip(self.gates, rest, strict=True))
+            o, after = function(q, k, v, **given, **options, initial_state=before, output_final_state=True)
+            outputs.append(o[:, 0])
+            states.append(after)
+        return torch.stack(outputs, dim=2)
+
+
+def _transposed(states: Tensor) -> Tensor:
+    return states.mT.contiguous()
+
+
+def linear_step_truth(
+    *, op: str, chunk_size: int, use_qk_l2norm_in_kernel: bool = False, **tensors: Tensor
+) -> Tensor:
+    """o [B, HV, T, V] of the recurrence."""
+    batch, _, steps, _ = tensors["q"].shape
+    of_steps = {name: x.movedim(2, 1).flatten(0, 1) for name, x in tensors.items()}
+    state = of_steps.pop("state")
+    q, k, v, *gates = (x[:, None] for x in of_steps.values())
+    if use_qk_l2norm_in_kernel:
+        q, k = reference.l2_norm(q), reference.l2_norm(k)
+    o, _ = getattr(reference, f"{op}_recurrent")(q, k, v, *gates, initial_state=state)
+    return o[:, 0].unflatten(0, (batch, steps)).movedim(1, 2)
+
+
+class Compared(NamedTuple):
+    """A step, the shapes of its contest on a GPU, and the kernels, the reference beside them."""
+
+    operator: Operator
+    shapes: Sequence[Shape]
+    kernels: Sequence[str]
+
+
+def _linear_step(op: str) -> Compared:
+    """With states [K, V] and, where the function has it, [V, K]; each model with each of BATCHES, and as many
+    steps as fill STATE_BYTES, so that no state is left in the L2 cache."""
+    operator = LinearStep(
+        STEP_OF[op],
+        f"fused_recurrent_{op}",
+        partial(linear_step_inputs, op),
+        partial(linear_step_truth, op=op),
+        options={"use_qk_l2norm_in_kernel": True} if "beta" in GATES[op] else {},
+        output="o",
+        gates=GATES[op],
+        states={},
+        has_value_heads=op in ("gated_delta_rule", "kda"),
+        runs_in_graphs=True,
+    )
+    shapes = [
+        Shape(batch, math.ceil(STATE_BYTES / (batch * values * k * v * 4)), heads, k, v, HV=values)
+        for heads, k, v, values in MODELS[op]
+        for batch in BATCHES
+    ]
+    layouts = ("", V_FIRST)[: 1 + (op != "delta_rule")]
+    return Compared(operator, shapes, [name + layout for layout in layouts for name in ("tk", fla.VARIANT)])
+
+
 # the Triton step rounds its decay, its write factor and every product to q's dtype and sums 64 products in it
 # (docs/triton-baselines.md, 12); of few heads, those with a normaliser near zero are most of the error of h
 BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
 OPERATOR = StepOperator(
     STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
 )
-VARIANTS = [Variant(name, name) for name in ("tk", IN_PLACE, "triton", "reference")]
+STEPS = {
+    "mlstm": Compared(OPERATOR, parse_shapes(MLSTM_SHAPES), ("tk", IN_PLACE, "triton")),
+    **{op: _linear_step(op) for op in GATES},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tfla_tk.bench step`."""
-    parser.add_argument(
-        "--op",
-        type=names((MLSTM, *linear_step.OPERATORS)),
-        default=[MLSTM],
-        metavar="OP,..",
-        help=f"of {MLSTM}, {', '.join(linear_step.OPERATORS)} (default: {MLSTM})",
-    )
-    parser.add_argument(
-        "--shapes",
-        type=argument(parse_shapes),
-        metavar="SHAPES",
-        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
-    )
+    told = f"of {', '.join(STEPS)} (default: mlstm)"
+    parser.add_argument("--op", type=names(STEPS), default=["mlstm"], metavar="OP,..", help=told)
+    told = "as compare takes them, T steps on states of their own (default: batch 1 to 256)"
+    parser.add_argument("--shapes", type=argument(parse_shapes), metavar="SHAPES", help=told)
     add_run_arguments(parser)
 
 
@@ -119,21 +216,16 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
     contests = []
     for op in args.op:
-        operator: Operator = OPERATOR
-        shapes = SHAPES
-        variants = VARIANTS if on_gpu else VARIANTS[-1:]
-        if op != MLSTM:
-            operator, shapes = linear_step.OPERATORS[op], linear_step.shapes_of(op)
-            variants = linear_step.variants_of(op, on_gpu=on_gpu)
+        operator, shapes, kernels = STEPS[op]
+        variants = [Variant(name) for name in (*(kernels if on_gpu else ()), "reference")]
         shapes = args.shapes or (shapes if on_gpu else (Shape(2, 3, 2, 16, 32),))
         for shape in shapes:
             operator.check_shape(shape)
             if shape.N is not None:
                 raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
-        contests += [
-            Contest(operator, "fwd", shape, variants) for shape in (shapes[:1] if args.quick else shapes)
-        ]
+        chosen = shapes[:1] if args.quick else shapes
+        contests += [Contest(operator, "fwd", shape, variants) for shape in chosen]
     try:
         return carry_out(args, contests)
     finally:
-        forget()
+        made_once.cache_clear()

@@ -1,7 +1,5 @@
-"""Structured text made from a seed: sums, nested brackets and sentences that come twice.
-
-Bytes follow from bytes before them at every distance: spelling from the last few, the brackets that are still
-open and a repeated sentence from dozens of them, so that a model has to remember to predict them.
+"""Structured text made from a seed: sums, nested brackets and sentences that come twice, whose bytes follow
+from bytes before them at every distance, so that a model has to remember to predict them.
 """
 
 import random

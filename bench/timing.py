@@ -1,15 +1,19 @@
-"""Timing: variants interleaved round-robin, the L2 cache flushed, medians and percentiles of single runs."""
+"""Timing: variants interleaved round-robin, the L2 cache flushed, medians and percentiles of single runs; and
+the two ceilings of a GPU, copy rate and matrix-product rate."""
 
 import ctypes
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+
+from .shapes import Cost
 
 FLUSH_BYTES = 2**28  # five times the L2 of an H200
 GRAPH_BELOW_MS = 0.5
@@ -18,27 +22,41 @@ HOST_CALLS = 100
 HOST_BURST = 10  # calls whose launches the driver's queue holds, so that none of them waits for the GPU
 LEAST_REPEATS = 3
 WARM_UP = 2
+COPY_BYTES = 2**30
+GEMM_SIZE = 8192
+CEILING_REPEATS = 20
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 Step = Callable[[], object]
 
 
-class Stopwatch(Protocol):
-    """Times single runs."""
+class Stopwatch:
+    """The host's clock, over a call on a CPU, or a long one on a GPU that is idle before and after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def run(self, step: Step) -> Callable[[], float]:
         """Run the step; the result gives its time in ms once `wait` has returned."""
+        self.wait()
+        start = time.perf_counter()
+        step()
+        self.wait()
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
 
     def wait(self) -> None:
         """Wait for everything that was run."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue. An
     untimed run comes before the first one after a wait, which meets an idle GPU and a late host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.idle = True
         self.flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
@@ -57,25 +75,6 @@ class CudaStopwatch:
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
         self.idle = True
-
-
-class HostStopwatch:
-    """The host's clock, over a call on a CPU, or a long one on a GPU that is idle before and after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def run(self, step: Step) -> Callable[[], float]:
-        self.wait()
-        start = time.perf_counter()
-        step()
-        self.wait()
-        elapsed = (time.perf_counter() - start) * 1e3
-        return lambda: elapsed
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
@@ -190,24 +189,15 @@ def capture(step: Step, device: torch.device) -> Captured | None:
 
 
 def _kernels_of(graph: int) -> int | None:
-    """How many kernels a graph of the driver has; None where the driver cannot be asked."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
-        if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
-            return None
-        nodes = (ctypes.c_void_p * count.value)()
-        if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
-            return None
-        kernels = 0
-        for node in nodes:
-            kind = ctypes.c_int()
-            if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
-                return None
-            kernels += kind.value == _KERNEL_NODE
-    except (OSError, AttributeError):
-        return None
-    return kernels
+    """How many kernels a graph of the driver has; None where the driver does not tell."""
+    driver, handle, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph), ctypes.c_size_t()
+    errors = driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    errors |= driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
+    kinds = [ctypes.c_int() for _ in nodes]
+    for node, kind in zip(nodes, kinds, strict=True):
+        errors |= driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+    return None if errors else sum(kind.value == _KERNEL_NODE for kind in kinds)
 
 
 def launch_us(wait: Callable[[], object]) -> float:
@@ -225,3 +215,31 @@ def peak_memory(step: Step, device: torch.device) -> int | None:
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates that nothing on this GPU exceeds. copy: bytes read plus bytes written per second by a large
+    device-to-device copy. gemm: floating-point operations per second of an 8192^3 bf16 matrix product."""
+
+    copy: float
+    gemm: float
+
+    def roofline_ms(self, cost: Cost) -> float:
+        """The least time in ms: the larger of the cost's bytes and its FLOP at these rates."""
+        return max(cost.bytes / self.copy, cost.flops / self.gemm) * 1e3
+
+    def __str__(self) -> str:
+        return f"copy {self.copy / 1e12:.2f} TB/s, {GEMM_SIZE}^3 GEMM {self.gemm / 1e12:.0f} TFLOP/s"
+
+
+@functools.lru_cache(maxsize=8)
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure both rates on a CUDA device, as steps are timed; once per process and device. The operands are
+    random: a product of zeros runs faster than one of real data."""
+    stopwatch = CudaStopwatch(device)
+    source = torch.randint(-(2**31), 2**31 - 1, (COPY_BYTES // 4,), dtype=torch.int32, device=device)
+    copy = time_one(partial(torch.empty_like(source).copy_, source), CEILING_REPEATS, stopwatch)
+    left, right = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    gemm = time_one(partial(torch.mm, left, right, out=torch.empty_like(left)), CEILING_REPEATS, stopwatch)
+    return Ceilings(copy=2 * COPY_BYTES / copy.ms * 1e3, gemm=2 * GEMM_SIZE**3 / gemm.ms * 1e3)

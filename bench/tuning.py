@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +25,21 @@ def configs_compiled_by(threads: int) -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
 
     prune = Autotuner.prune_configs
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    # a thread begins on device 0
+    start: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        start = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
 
     def prune_and_compile(tuner: Any, kwargs: dict[str, Any]) -> Any:
-        configs = prune(tuner, kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OF_LAUNCH}
-        compile_one = partial(_compile, tuner.fn, list(tuner.nargs.values()), options)
-        with ThreadPoolExecutor(threads, initializer=_take_device, initargs=(device,)) as pool:
+
+        def compile_one(config: Any) -> None:
+            # it is compiled again when it is timed, and raises there what the autotuner expects
+            with contextlib.suppress(Exception):
+                tuner.fn.warmup(*tuner.nargs.values(), grid=(1,), **options, **config.all_kwargs())
+
+        configs = prune(tuner, kwargs)
+        with ThreadPoolExecutor(threads, **start) as pool:
             list(pool.map(compile_one, configs))
         return configs
 
@@ -41,14 +48,3 @@ def configs_compiled_by(threads: int) -> Iterator[None]:
         yield
     finally:
         Autotuner.prune_configs = prune
-
-
-def _compile(fn: Any, arguments: list[Any], options: dict[str, Any], config: Any) -> None:
-    # it is compiled again when it is timed, and raises there what the autotuner expects
-    with contextlib.suppress(Exception):
-        fn.warmup(*arguments, grid=(1,), **options, **config.all_kwargs())
-
-
-def _take_device(device: int | None) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)

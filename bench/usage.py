@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tfla_tk.core.checks import shown_name
 
-from .inputs import DTYPES
+from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
 
 Parsed = TypeVar("Parsed")
 
@@ -66,11 +66,23 @@ def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> 
     return argument(parse)
 
 
+_FILE: dict[str, Any] = {"type": Path, "metavar": "PATH"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {"choices": list(DTYPES), "help": "of q, k, v (default: bf16 on a GPU, fp32 without one)"},
-    "--json": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as JSON"},
-    "--csv": {"type": Path, "metavar": "PATH", "help": "write the rows of this run as CSV"},
-    "--plot": {"type": Path, "metavar": "PATH", "help": "draw the rows of this run (png, svg or pdf)"},
+    "--layout": {
+        "choices": LAYOUTS,
+        "default": LAYOUTS[0],
+        "help": "memory order of q, k, v of mLSTM: bnsd contiguous (default), bsnd as models pass them",
+    },
+    "--forget-bias": {
+        "type": argument(finite),
+        "default": FORGET_BIAS,
+        "metavar": "BIAS",
+        "help": f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
+    },
+    "--json": {**_FILE, "help": "write the rows of this run as JSON"},
+    "--csv": {**_FILE, "help": "write the rows of this run as CSV"},
+    "--plot": {**_FILE, "help": "draw the rows of this run (png, svg or pdf)"},
     "--update-results": {"action": "store_true", "help": "merge the rows into bench/results/<gpu>.json"},
     "--commit": {"metavar": "HASH", "help": "what is measured, recorded where this is no git checkout"},
     "--seed": {"type": int, "default": 0, "help": "of the random inputs (default: 0)"},
@@ -88,17 +100,13 @@ def check_outputs(args: argparse.Namespace) -> None:
     """UsageError where a file that the options name cannot be written; to be asked before a long run."""
     for name in ("json", "csv", "plot"):
         path: Path | None = getattr(args, name, None)
-        if path is not None:
-            _check_writable(f"--{name}", path)
-
-
-def _check_writable(option: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UsageError(f"{option}: expected a writable file, got {path} (there is no folder {path.parent})")
-    is_there = os.path.lexists(path)
-    try:
-        path.open("a").close()
-        if not is_there:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"{option}: expected a writable file, got {path} ({error.strerror})") from error
+        if path is None:
+            continue
+        is_there = os.path.lexists(path)
+        try:
+            path.open("a").close()
+            if not is_there:
+                path.unlink()
+        except OSError as error:
+            expected = f"expected a writable file, got {path} ({error.strerror})"
+            raise UsageError(f"--{name}: {expected}") from error

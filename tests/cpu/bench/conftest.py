@@ -59,8 +59,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for module in (generate, gradcheck, model_phases, runner):
         monkeypatch.setattr(module, "release", lambda device: None)
-    for plan in ("CPU_PLAN", "CPU_QUICK"):
-        monkeypatch.setattr(compare, plan, Plan(repeats=2, budget_ms=20))
+    monkeypatch.setattr(compare, "PLANS", dict.fromkeys(compare.PLANS, Plan(repeats=2, budget_ms=20)))
 
 
 @pytest.fixture

@@ -49,12 +49,11 @@ def test_forms_of_the_reference_of_every_operator(command, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla", "gated_delta_rule", "kda"])
-@pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
-def test_packed_sequences_and_more_value_heads(command, op: str, which: str) -> None:
-    shape = "1x60x2x16x32xN7" + "xHV4" * (op != "mlstm_exp")
-    status, rows, _, _ = command("compare", "--op", op, "--shapes", shape, "--pass", which)
-    assert status == 0 and len(rows) == 3 and all("note" not in row for row in rows)
+def test_packed_sequences_and_more_value_heads(command, op: str) -> None:
     value_heads = {"HV": 4} if op != "mlstm_exp" else {}
+    shape = "1x60x2x16x32xN7" + "xHV4" * bool(value_heads)
+    status, rows, _, _ = command("compare", "--op", op, "--shapes", shape, "--pass", "fwd,fwdbwd")
+    assert status == 0 and len(rows) == 6 and all("note" not in row for row in rows)
     assert rows[0]["shape"] == {"B": 1, "T": 60, "H": 2, "K": 16, "V": 32, "N": 7, **value_heads}
 
 
@@ -107,13 +106,13 @@ def test_shapes_that_an_operator_does_not_have_are_left_out_and_told(command) ->
 def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, tmp_path: Path, on_record) -> None:
     path, run_contest = tmp_path / "rows.json", compare.run_contest
 
-    def cut_off(operator, which, shape, *rest):
+    def cut_off(*arguments):
         if path.exists():
             raise KeyboardInterrupt
-        return run_contest(operator, which, shape, *rest)
+        return run_contest(*arguments)
 
     monkeypatch.setattr(compare, "run_contest", cut_off)
-    monkeypatch.setattr(compare, "record_path", lambda args: path if on_record else None)
+    monkeypatch.setattr(environment, "record_path", lambda args: path if on_record else None)
     options = ["--op", "mlstm_sig", "--shapes", "1x32x1x16x16,1x48x1x16x16", "--backends", "reference"]
     written = [] if on_record else ["--json", str(path)]
     assert main(["compare", *options, *written]) == 130
@@ -187,42 +186,32 @@ def test_exit_status(monkeypatch, command, tmp_path: Path, backend, backends, st
     assert (ran.rows != []) == plot.exists() == (backend in (right, serve_one))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "expected a CUDA GPU"),
-        (("--quick",), "--quick runs fewer than 30 times"),
-        (("--layout", "bsnd"), "name what is measured with --commit"),
-    ],
-)
-def test_update_results_refuses_what_is_not_fit_for_the_record(
-    monkeypatch, command, options, message
-) -> None:
-    if options:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_update_results_refuses_what_is_not_fit_for_the_record(monkeypatch, command) -> None:
     monkeypatch.setattr(environment, "git_commit", lambda root: None)
     monkeypatch.setattr(compare, "run_contest", pytest.fail)
-    ran = command("compare", *EXP[1:3], "--update-results", *options)
-    assert ran.status == 2 and f"--update-results: {message}" in ran.err.replace(
-        "this is no git checkout, ", ""
-    )
+    for on_gpu, options, message in (
+        (False, (), "expected a CUDA GPU"),
+        (True, ("--quick",), "--quick runs fewer than 30 times"),
+        (True, ("--layout", "bsnd"), "this is no git checkout, name what is measured with --commit"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=on_gpu: found)
+        ran = command("compare", *EXP[1:3], "--update-results", *options)
+        assert ran.status == 2 and f"--update-results: {message}" in ran.err
 
 
 def test_git_commit(tmp_path: Path) -> None:
-    assert environment.git_commit(tmp_path) is None
-
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=t", "-c", "user.email=t@t")
-        done = subprocess.run(
-            ["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+    assert environment.git_commit(tmp_path) is None
     git("init", "-q")
     assert environment.git_commit(tmp_path) is None
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "first")
+    git("tag", "-a", "v1", "-m", "a tag")
     head = git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "b").write_text("not tracked")
     assert environment.git_commit(tmp_path) == head

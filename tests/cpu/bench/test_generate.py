@@ -20,8 +20,9 @@ def restored() -> Iterator[None]:
     integration.restore()
 
 
-def test_the_command(command) -> None:
-    status, rows, out, _ = command("generate", "--new", "3", "--repeats", "1", "--commit", "abc")
+def test_the_command(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    monkeypatch.setattr(generate, "FULL", (3, 1))
+    status, rows, out, _ = command("generate", "--commit", "abc")
     assert status == 0
     (row,) = rows
     assert (row["op"], row["pass"], row["backend"]) == ("qwen3_next_model", "decode", "reference")

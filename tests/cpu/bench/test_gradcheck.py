@@ -12,7 +12,7 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import UnsupportedError, reference
 from tfla_tk.bench import accuracy
-from tfla_tk.bench.gradcheck_cases import CASES, DEFAULT_CASES, PROBLEMS, cases_of, make_case
+from tfla_tk.bench.gradcheck import CASES, DEFAULT_CASES, PROBLEMS, cases_of, make_case
 from tfla_tk.bench.operators import OPERATORS, Operator
 from tfla_tk.bench.shapes import Shape
 
@@ -43,9 +43,12 @@ def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
 
 
 def scaled_forget_gate_gradient(backend: str, tensors: dict[str, Tensor]) -> Result:
-    f = tensors["f"]
-    # the value of f, 1.02 times its gradient
-    return exact(backend, {**tensors, "f": f.detach() + 1.02 * (f - f.detach())})
+    return exact(backend, tensors | {"f": scaled(tensors["f"])})
+
+
+def scaled(x: Tensor) -> Tensor:
+    """x with 1.02 times its gradient."""
+    return x.detach() + 1.02 * (x - x.detach())
 
 
 def no_gradient_of_the_last_state(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -54,7 +57,7 @@ def no_gradient_of_the_last_state(backend: str, tensors: dict[str, Tensor]) -> R
 
 
 def no_gradient_of_the_initial_state(backend: str, tensors: dict[str, Tensor]) -> Result:
-    return exact(backend, {**tensors, "n_initial": tensors["n_initial"].detach()})
+    return exact(backend, tensors | {"n_initial": tensors["n_initial"].detach()})
 
 
 def not_finite(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -76,15 +79,14 @@ def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
 
 
 @pytest.mark.parametrize("op", GATES)
-@pytest.mark.parametrize("shape", ["1x40x2x16x16", "1x64x2x16x32xN5"])
-def test_the_forms_of_the_reference_pass_the_default_cases(op: str, shape: str, command) -> None:
-    status, rows, out, _ = command("gradcheck", "--op", op, "--shapes", shape)
+def test_the_forms_of_the_reference_pass_the_default_cases(op: str, command) -> None:
+    status, rows, out, _ = command("gradcheck", "--op", op, "--shapes", "1x40x2x16x16,1x64x2x16x32xN5")
     assert status == 0 and {row["backend"] for row in rows} == set(FORMS)
     # of packed sequences those without gradients of the last states, of an operator without gates the plain
-    expected = ["default", "default+initial", "normal+initial", "extreme+initial"]
-    cases = expected if "N" in shape else DEFAULT_CASES
-    cases = cases if GATES[op] else [case for case in cases if case.startswith("default")]
-    assert list(dict.fromkeys(row["case"] for row in rows)) == cases
+    packed = ["default", "default+initial", "normal+initial", "extreme+initial"]
+    for expected, is_packed in ((DEFAULT_CASES, False), (packed, True)):
+        cases = expected if GATES[op] else [case for case in expected if case.startswith("default")]
+        assert list(dict.fromkeys(row["case"] for row in rows if ("N" in row["shape"]) == is_packed)) == cases
     for row in rows:
         assert (row["status"], row["reason"], row["partial"]) == ("ok", "", False)
         assert (row["dtype"], row["truth"], row["gpu"]) == ("fp32", "recurrent", None)
@@ -173,9 +175,7 @@ def test_the_gate_parameters_are_checked(monkeypatch, command) -> None:
     right = tfla_tk.chunk_gated_delta_rule
 
     def wrong(*operands: Tensor, A_log: Tensor | None = None, **arguments: Any) -> Any:
-        if A_log is not None:
-            A_log = A_log.detach() + 1.02 * (A_log - A_log.detach())
-        return right(*operands, A_log=A_log, **arguments)
+        return right(*operands, A_log=A_log if A_log is None else scaled(A_log), **arguments)
 
     monkeypatch.setattr(tfla_tk, "chunk_gated_delta_rule", wrong)
     options = ("--shapes", "2x40x1x16x16xHV2", "--backends", "reference:chunkwise", "--cases", "default")
@@ -188,7 +188,7 @@ def parallel_of(operator: Operator, heads: int) -> Callable[..., Any]:
     """The parallel form of the reference in fp64, of raw inputs where the options say so."""
     options = dict(operator.options)
     if operator.decay is not None:
-        options["g_gamma"] = operator.decay(heads, CPU)
+        options["g_gamma"] = operator.decay(heads)
     if operator.name not in ("gated_delta_rule", "kda"):
         name = operator.truth.__name__.replace("chunkwise", "parallel")
         return lambda **arguments: getattr(reference, name)(**arguments, **options)
@@ -205,37 +205,33 @@ def parallel_of(operator: Operator, heads: int) -> Callable[..., Any]:
     return function
 
 
-def gradients(function: Callable[..., Any], operator: Operator, tensors, cotangents) -> dict[str, Tensor]:
-    leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
-    output, state = function(**leaves, **{operator.last: True})
-    found = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
-    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(found, list(wanted.values()), [x.double() for x in cotangents.values()])
-    return dict(zip(wanted, grads, strict=True))
-
-
-@pytest.mark.parametrize("slice_bytes", [2**28, 3 * 8 * 4 * 40 * 16 * 32, 1])
 @pytest.mark.parametrize("operator", [one for each in PROBLEMS.values() for one in each])
-def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, slice_bytes: int, operator) -> None:
+def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> None:
     """By the recurrent form, or the chunkwise one where that takes too much memory."""
-    monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
     shape = Shape(2, 40, 2, 16, 32)
     (case,) = cases_of(operator, shape, ["normal+initial+last"])
     tensors, cotangents = make_case(operator, shape, case, CPU, "fp32", 3)
-    given = {"kinds": (accuracy.AS_GIVEN,), "recurrent": True}
-    truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
-    assert truth.form == ("chunkwise" if slice_bytes == 1 else "recurrent") and not truth.partial
-    found = gradients(parallel_of(operator, 2), operator, tensors, cotangents)
-    errors = truth.errors(accuracy.AS_GIVEN, found)
-    assert list(errors) == [f"d{name}" for name in tensors if name != "m_initial"]
-    assert max(errors.values()) < 1e-11
+    given = {"kind": accuracy.AS_GIVEN, "recurrent": True}
+    leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
+    output, state = parallel_of(operator, 2)(**leaves, **{operator.last: True})
+    results = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(results, list(wanted.values()), [x.double() for x in cotangents.values()])
+    found = dict(zip(wanted, grads, strict=True))
+    for slice_bytes in (2**28, 3 * 8 * 4 * 40 * 16 * 32, 1):
+        monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
+        truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
+        assert truth.form == ("chunkwise" if slice_bytes == 1 else "recurrent") and not truth.picks.left_out
+        errors = truth.errors(found)
+        assert list(errors) == [f"d{name}" for name in tensors if name != "m_initial"]
+        assert max(errors.values()) < 1e-11
     # which all have a tolerance in every dtype
     assert all(set(errors) < set(operator.tolerances(dtype)) for dtype in ("bf16", "fp16", "fp32"))
     # a sum over the whole call is told where all of it is picked
     monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", 1.0)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, **given)
-    errors = truth.errors(accuracy.AS_GIVEN, found)
-    assert truth.partial and max(errors.values()) < 1e-11
+    errors = truth.errors(found)
+    assert truth.picks.left_out and max(errors.values()) < 1e-11
     assert not {f"d{name}" for name in operator.parameters} & set(errors)
 
 
@@ -252,11 +248,11 @@ def test_patterns_of_gates() -> None:
     assert extreme["f"].min() == -30 and extreme["f"].max() == 30 and extreme["q"].min() >= 0
     # tokens that forget all or nothing; of GLA also some channels of every token
     for name in ("simple_gla", "gla"):
-        means = [
-            make_case(OPERATORS[name], shape, CASES[case], CPU, "fp32", 0)[0]["g"].mean()
-            for case in ("default", "normal")
-        ]
-        assert -0.1 < means[0] < 0 and means[1] == pytest.approx(-0.8, abs=0.1)
-        g = make_case(OPERATORS[name], shape, CASES["extreme"], CPU, "fp32", 0)[0]["g"]
-        assert (g[:, 6::7] == -30).flatten(2)[..., 0].all() and g.max() == 0 and ((g < 0) & (g > -30)).any()
-    assert (g[..., 2::5] == -30).all() and (g[..., 4::5] == 0).all()
+        default, normal, extreme = (
+            make_case(OPERATORS[name], shape, CASES[case], CPU, "fp32", 0)[0]["g"]
+            for case in ("default", "normal", "extreme")
+        )
+        assert -0.1 < default.mean() < 0 and normal.mean() == pytest.approx(-0.8, abs=0.1)
+        assert (extreme[:, 6::7] == -30).flatten(2)[..., 0].all() and extreme.max() == 0
+        assert ((extreme < 0) & (extreme > -30)).any()
+    assert (extreme[..., 2::5] == -30).all() and (extreme[..., 4::5] == 0).all()

@@ -20,7 +20,7 @@ from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
 
 OURS, THEIRS = "reference:chunkwise", "native"
-XL, LIMIT = model_phases.TRITON
+XL = model_phases.TRITON
 LOSSES = Losses(layers=1, batch=1, length=64, steps=3, rate=1e-3)
 
 
@@ -82,8 +82,8 @@ def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, ph
     _, outcomes = perform(make_task(phase))
     assert [outcome.variant for outcome in outcomes] == [OURS, THEIRS]
     for outcome in outcomes:
-        times = outcome.figures[1].times
-        assert times.repeats == 2 and 0 < times.p20 <= times.ms <= times.p80
+        row = outcome.rows[1]
+        assert row["repeats"] == 2 and 0 < row["ms_p20"] <= row["ms"] <= row["ms_p80"]
     # two layers, computed a second time in the backward pass of a training step
     layers = 4 if phase == "train" else 2
     assert called == [name for _ in range(3) for name in (OURS, THEIRS) for _ in range(layers)]
@@ -95,7 +95,7 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch)
     tokens = task.random_tokens(2, task.length + 1)
     plain, pieced = (model_phases.build(task, "train", torch.float32) for _ in range(2))
     for model in (plain, pieced):
-        model_phases.bind(model_phases.bindings(model, OURS))
+        model_phases.use(model, OURS)
     logits, _ = plain(tokens[:, :-1])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     grads: list[Tensor] = []
@@ -130,7 +130,7 @@ def test_a_variant_that_raises_is_out_and_the_others_go_on(make_task, monkeypatc
     _, (unknown, ours, theirs) = perform(make_task(variants=("nonsense", OURS, THEIRS), batches=(1, 2)))
     assert "got 'nonsense'" in unknown.reason
     assert (ours.status, ours.reason) == ("unsupported", "no such state (use another)")
-    assert not ours.figures and set(theirs.figures) == {1, 2} and not theirs.status
+    assert not ours.rows and set(theirs.rows) == {1, 2} and theirs.status == "ok"
     assert failures("decode", [ours, theirs]) == [f"{OURS}: no such state (use another)"]
 
 
@@ -159,15 +159,12 @@ def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) ->
         seen.append((q.dtype, i.dtype, f.dtype, chunk_size, torch.is_autocast_enabled("cpu")))
         raise RuntimeError("seen")
 
-    for key in ("triton_xl_chunk", "triton_limit_chunk"):
-        monkeypatch.setitem(module.registry, key, kernel)
+    monkeypatch.setitem(module.registry, "triton_xl_chunk", kernel)
     model = model_phases.build(make_task(), "train", torch.bfloat16)
-    for variant in (XL, LIMIT):
-        model_phases.bind(model_phases.bindings(model, variant))
-        with pytest.raises(RuntimeError, match="seen"), torch.autocast("cpu", torch.bfloat16):
-            model(torch.zeros(1, 64, dtype=torch.long))
-    low, full = torch.bfloat16, torch.float32
-    assert seen == [(low, full, full, 128, False), (low, low, low, 64, True)]
+    model_phases.use(model, XL)
+    with pytest.raises(RuntimeError, match="seen"), torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 64, dtype=torch.long))
+    assert seen == [(torch.bfloat16, torch.float32, torch.float32, 128, False)]
 
 
 def test_agreement_finds_a_wrong_kernel(make_task, monkeypatch) -> None:

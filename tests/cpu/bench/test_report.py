@@ -1,8 +1,7 @@
-"""What is shown of rows: the table of a contest, CSV, README.md and docs/results.md, plots."""
+"""What is shown of rows: the table of a contest, README.md and docs/results.md, plots."""
 
 from __future__ import annotations
 
-import csv
 import io
 import shutil
 from pathlib import Path
@@ -17,8 +16,8 @@ from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.variants import Variant
 
 ROOT = Path(__file__).parents[3]
-SHAPE = Shape(8, 8192, 16, 128, 256)
 EXP = "mLSTM, exponential input gate"
+MARKERS = [(f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in ("results", "summary")]
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def rows(make_row):
 
 def printed(rows, *others: Outcome) -> list[list[str]]:
     """The cells of the table of a contest."""
-    outcomes = [Outcome("mlstm_exp", SHAPE, "fwd", Variant(r["backend"], r["backend"]), row=r) for r in rows]
+    outcomes = [Outcome(Variant(row["backend"]), row=row) for row in rows]
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(report.contest_table([*others, *outcomes]))
     lines = [line.replace("┃", "│") for line in console.export_text().splitlines()]
@@ -42,36 +41,14 @@ def printed(rows, *others: Outcome) -> list[list[str]]:
 
 
 def test_table_of_a_contest(rows) -> None:
-    failed = Outcome("mlstm_exp", SHAPE, "fwd", Variant("triton:xl_chunk_256", "triton:xl_chunk_256"))
-    failed.stop(FAILED, "error against fp64: h 4.0e-01 > 1.5e-02")
-    failed.errors = {"h": 0.4}
+    reason = "error against fp64: h 4.0e-01 > 1.5e-02"
+    failed = Outcome(Variant("triton:xl_chunk_256"), status=FAILED, reason=reason, errors={"h": 0.4})
     table = printed(rows, failed)
     assert table[0] == ["backend", "ms", "speed-up", "TFLOP/s", "GB/s", "roofline", "error", "peak MB"]
     assert table[1] == ["triton:xl_chunk_256", "FAILED", "", "", "", "", "h 4.0e-01", ""]
     assert table[2] == ["tk:overlapped", "0.5", "6.80x", "377", "3246", "76%", "h 2.3e-03", "512"]
     assert [line[2] for line in table[3:]] == ["5.67x", "0.87x", "1.00x", "0.04x"]
-    assert report.reasons([failed]) == [
-        "triton:xl_chunk_256: FAILED: error against fp64: h 4.0e-01 > 1.5e-02"
-    ]
-
-
-def test_csv_has_a_column_per_dimension_and_error(tmp_path: Path, rows, make_row) -> None:
-    more = {"layout": "bsnd", "forget_bias": 12.0, "host_us": 41.2, "repeats": 8}
-    both = make_row(rel_err={"h": 1e-3, "df": 2e-3}, **more, **{"pass": "fwdbwd"})
-    report.write_csv(tmp_path / "new" / "rows.csv", [*rows, both])
-    with (tmp_path / "new" / "rows.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert len(found) == 6
-    assert (found[0]["T"], found[0]["V"], found[0]["HV"], found[0]["schedule"]) == (
-        "8192",
-        "256",
-        "",
-        "overlapped",
-    )
-    assert (found[0]["ms"], found[0]["rel_err_h"], found[0]["rel_err_df"]) == ("0.5", "0.0023", "")
-    assert found[-1]["rel_err_df"] == "0.002" and found[2]["schedule"] == ""
-    assert [found[-1][key] for key in more] == ["bsnd", "12.0", "41.2", "8"]
-    assert [found[0][key] for key in more] == [""] * 4
+    assert report.reasons([failed]) == [f"triton:xl_chunk_256: FAILED: {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +87,7 @@ def test_tables_form_no_ratio_across_runs_and_inputs(make_row) -> None:
         make_row("triton:xl_chunk_128", 8.0, peak_mem_mb=60.0, **{"pass": "fwdbwd"}),
         make_row("triton:xl_chunk_64", 4.0),
         make_row("triton:xl_chunk_128", 3.0),
+        make_row("reference", 0.1),
         make_row("tk", 0.6, layout="bsnd"),
         make_row("triton:xl_chunk_64", 3.6, layout="bsnd"),
         make_row("tk", 0.8, forget_bias=12.0),
@@ -157,25 +135,24 @@ def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
 
 
 def test_what_stands_between_the_markers_is_replaced_and_nothing_else(tmp_path: Path, rows) -> None:
-    path = tmp_path / "README.md"
-    path.write_text(f"# Title\n\n{readme.BEGIN}\nold\n{readme.END}\n\nThe rest.\n")
+    path, (begin, end) = tmp_path / "README.md", MARKERS[0]
+    path.write_text(f"# Title\n\n{begin}\nold\n{end}\n\nThe rest.\n")
     assert readme.update(path, rows) and not readme.update(path, rows)
     text = path.read_text()
-    assert text.startswith(f"# Title\n\n{readme.BEGIN}\n### mLSTM") and "old" not in text
-    assert text.endswith(f"{readme.END}\n\nThe rest.\n")
+    assert text.startswith(f"# Title\n\n{begin}\n### mLSTM") and "old" not in text
+    assert text.endswith(f"{end}\n\nThe rest.\n")
     assert readme.update(path, [])
-    nothing = f"{readme.BEGIN}\nNo results are on record yet.\n{readme.END}"
-    assert path.read_text() == f"# Title\n\n{nothing}\n\nThe rest.\n"
+    assert path.read_text() == f"# Title\n\n{begin}\nNo results are on record yet.\n{end}\n\nThe rest.\n"
 
 
-@pytest.mark.parametrize("markers", [(readme.BEGIN, readme.END), (readme.SUMMARY_BEGIN, readme.SUMMARY_END)])
-@pytest.mark.parametrize("text", ["", "{0}", "{1}", "{1}\n{0}", "{0}{0}{1}"])
-def test_a_file_without_its_markers_is_left_alone(tmp_path: Path, rows, markers, text: str) -> None:
+@pytest.mark.parametrize("markers", MARKERS)
+def test_a_file_without_its_markers_is_left_alone(tmp_path: Path, rows, markers) -> None:
     path = tmp_path / "README.md"
-    path.write_text(text := text.format(*markers))
-    with pytest.raises(ValueError, match=markers[0] if text else "results:begin"):
-        readme.update(path, rows)
-    assert path.read_text() == text
+    for text in ("", "{0}", "{1}", "{1}\n{0}", "{0}{0}{1}"):
+        path.write_text(text := text.format(*markers))
+        with pytest.raises(ValueError, match=markers[0] if text else "results or summary:begin"):
+            readme.update(path, rows)
+        assert path.read_text() == text
 
 
 def contests(make_row, entries, **changes):
@@ -208,6 +185,3 @@ def test_figures(tmp_path: Path, make_row) -> None:
     plots.write_plot(path, [make_row(), make_row(layout="bsnd"), make_row(dtype="fp16"), both])
     for panel in ("forward, bf16", "forward, fp16", "forward, bf16, layout bsnd", "forward + backward, bf16"):
         assert path.read_text().count(f"<!-- {EXP}, {panel} -->") == 1
-    for write, needed in ((plots.write_speed_ups, "speed-up"), (plots.write_plot, "row")):
-        with pytest.raises(ValueError, match=f"at least one {needed}"):
-            write(path, [])

@@ -15,12 +15,9 @@ from tfla_tk import reference
 from tfla_tk.bench import results, rivals
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.report import reasons
-from tfla_tk.bench.runner import OK, UNSUPPORTED, run_contest
+from tfla_tk.bench.runner import OK, UNSUPPORTED, Contest, Outcome, run_contest
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.variants import Variant
-
-FLASH_QLA = [Variant(rivals.FLASH_QLA, rivals.FLASH_QLA)]
-MAMBA = [Variant(rivals.MAMBA, rivals.MAMBA)]
 
 
 def expand(x: Tensor, heads: int) -> Tensor:
@@ -54,12 +51,18 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return seen
 
 
+def contest(variant: str, settings, which: str, shape: Shape) -> Outcome:
+    operator = OPERATORS[rivals.RIVALS[variant].operator]
+    (outcome,) = run_contest(Contest(operator, which, shape, [Variant(variant)]), settings)
+    return outcome
+
+
 @pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
 @pytest.mark.parametrize(
     "shape", [Shape(2, 48, 2, 16, 32), Shape(1, 64, 2, 16, 16, HV=6), Shape(1, 60, 2, 16, 16, N=4)]
 )
 def test_mamba_computes_simple_gla(settings, installed, which: str, shape: Shape) -> None:
-    (outcome,) = run_contest(OPERATORS["simple_gla"], shape, which, MAMBA, settings)
+    outcome = contest(rivals.MAMBA, settings, which, shape)
     assert outcome.status == OK, outcome.reason
     results.validate(outcome.row)
     gradients = ["dq", "dk", "dv"] if which == "fwdbwd" else []
@@ -73,8 +76,7 @@ def test_mamba_computes_simple_gla(settings, installed, which: str, shape: Shape
 @pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
 @pytest.mark.parametrize("shape", [Shape(1, 64, 1, 128, 128, HV=2), Shape(1, 64, 1, 128, 128, N=3)])
 def test_flash_qla_computes_the_gated_delta_rule(settings, installed, which: str, shape: Shape) -> None:
-    settings = dataclasses.replace(settings, dtype="bf16")
-    (outcome,) = run_contest(OPERATORS["gated_delta_rule"], shape, which, FLASH_QLA, settings)
+    outcome = contest(rivals.FLASH_QLA, dataclasses.replace(settings, dtype="bf16"), which, shape)
     assert outcome.status == OK, outcome.reason
     results.validate(outcome.row)
     assert outcome.row["backend"] == "tilelang:flash_qla" and "note" not in outcome.row
@@ -85,13 +87,9 @@ def test_flash_qla_computes_the_gated_delta_rule(settings, installed, which: str
 
 def test_what_is_not_installed_is_told(settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals, "find_package", lambda name: None)
-    for op, variants, package in (
-        ("gated_delta_rule", FLASH_QLA, "flash_qla"),
-        ("simple_gla", MAMBA, "mamba_ssm"),
-    ):
-        outcomes = run_contest(OPERATORS[op], Shape(1, 64, 1, 128, 128), "fwd", variants, settings)
-        assert outcomes[0].status == UNSUPPORTED
-        assert f"{package} is not installed" in reasons(outcomes)[0]
+    for variant, package in ((rivals.FLASH_QLA, "flash_qla"), (rivals.MAMBA, "mamba_ssm")):
+        outcome = contest(variant, settings, "fwd", Shape(1, 64, 1, 128, 128))
+        assert outcome.status == UNSUPPORTED and f"{package} is not installed" in reasons([outcome])[0]
 
 
 def test_mamba_modules_are_imported_where_the_extensions_are_missing(tmp_path, monkeypatch) -> None:

@@ -11,11 +11,10 @@ import torch
 
 from tfla_tk import UnsupportedError, reference
 from tfla_tk.bench import results, runner, timing
-from tfla_tk.bench.ceilings import Ceilings
 from tfla_tk.bench.operators import OPERATORS, Operator
-from tfla_tk.bench.runner import OK, run_contest
+from tfla_tk.bench.runner import OK, Contest, run_contest
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.bench.timing import Timing
+from tfla_tk.bench.timing import Ceilings, Timing
 from tfla_tk.bench.variants import Variant
 
 SHAPE = Shape(1, 64, 2, 16, 32)
@@ -37,7 +36,7 @@ def contest(settings, which: str = "fwd", **backends: Backend) -> list[runner.Ou
     """The outcomes of backends, whose names have "__" for ":"."""
     named = {name.replace("__", ":"): call for name, call in backends.items()}
     operator = Faked(**vars(EXP), backends=named)
-    return run_contest(operator, SHAPE, which, [Variant(name, name) for name in named], settings)
+    return run_contest(Contest(operator, which, SHAPE, list(map(Variant, named))), settings)
 
 
 def exact(*tensors: torch.Tensor) -> torch.Tensor:
@@ -67,9 +66,9 @@ def test_a_step_accumulates_nothing_and_the_forward_records_no_graph() -> None:
         return exact(*tensors)
 
     operator = Faked(**vars(EXP), backends={"tk": spy})
-    runner.make_step(operator, Variant("tk", "tk"), inputs, {})()
+    runner.make_step(operator, Variant("tk"), inputs, {})()
     assert recording == [False]
-    step = runner.make_step(operator, Variant("tk", "tk"), inputs, {"h": torch.ones(1, 2, 64, 32)})
+    step = runner.make_step(operator, Variant("tk"), inputs, {"h": torch.ones(1, 2, 64, 32)})
     first, second = step(), step()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(tensor.requires_grad for tensor in inputs.values())
@@ -79,9 +78,9 @@ def test_figures_of_a_row(settings) -> None:
     shape = Shape(8, 8192, 16, 128, 256)
     ceilings = Ceilings(copy=4.27e12, gemm=699e12)
     settings = dataclasses.replace(settings, dtype="bf16", ceilings=ceilings, layout="bsnd", forget_bias=12.0)
-    outcome = runner.Outcome("mlstm_exp", shape, "fwd", Variant("tk:sequential", "tk", "sequential"))
-    outcome.errors = {"h": 0.00234567}
-    row = runner.make_row(EXP, outcome, settings, Timing(0.5, 0.49, 0.52, 50), 3 * 2**20, graph_ms=0.4)
+    contest = Contest(EXP, "fwd", shape, ())
+    outcome = runner.Outcome(Variant("tk:sequential", "sequential"), errors={"h": 0.00234567})
+    row = runner.make_row(contest, outcome, settings, Timing(0.5, 0.49, 0.52, 50), 3 * 2**20, graph_ms=0.4)
     results.validate(row)
     assert (row["backend"], row["schedule"]) == ("tk", "sequential")
     # 180,224 FLOP and 1548 bytes for each of 1,048,576 tokens and heads in 0.5 ms
@@ -92,7 +91,7 @@ def test_figures_of_a_row(settings) -> None:
     assert (row["peak_mem_mb"], row["graph_ms"], row["rel_err"]) == (3.0, 0.4, {"h": 0.00235})
     assert (row["layout"], row["forget_bias"]) == ("bsnd", 12.0)
     assert not {"repeats", "host_us", "launches", "note"} & row.keys()
-    few = runner.make_row(EXP, outcome, settings, Timing(0.5, 0.5, 0.5, 12), None)
+    few = runner.make_row(contest, outcome, settings, Timing(0.5, 0.5, 0.5, 12), None)
     assert few["repeats"] == 12 and few["peak_mem_mb"] is None and "graph_ms" not in few
 
 
@@ -118,17 +117,14 @@ def test_times_of_the_host_and_of_graphs(
     monkeypatch.setattr(timing, "capture", lambda step, device: captured)
     monkeypatch.setattr(timing, "launch_us", lambda wait: 2.5)
     monkeypatch.setattr(timing, "host_us", lambda step, wait: host_us)
-    found = Timing(ms, ms, ms, 50)
     step = stopwatch.step("a")
-    assert runner._other_times(step, found, settings, always_graph=always) == {}
+    assert runner._other_times(step, ms, settings, always_graph=always) == {}
     on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
-    more = runner._other_times(step, found, on_gpu, always_graph=always)
+    more = runner._other_times(step, ms, on_gpu, always_graph=always)
     assert set(more) == keys and "a" not in stopwatch.ran
     assert "launches" not in more or (more["launches"], more["launch_us"]) == (3, 7.5)
 
 
 def test_the_parallel_form_refuses_long_sequences() -> None:
-    variant = Variant("reference:parallel", "reference:parallel")
-    outcome = runner.Outcome("mlstm_exp", Shape(8, 8192, 16, 16, 16), "fwd", variant)
     with pytest.raises(UnsupportedError, match=r"matrices takes 34 GB"):
-        runner.refuse_quadratic(outcome)
+        runner.refuse_quadratic(Variant("reference:parallel"), Shape(8, 8192, 16, 16, 16))

@@ -1,6 +1,8 @@
-"""`python -m tfla_tk.bench step`: one token of mLSTM."""
+"""`python -m tfla_tk.bench step`: one token of mLSTM and of the linear operators."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -9,51 +11,65 @@ from torch import Tensor
 from tfla_tk import mlstm_step
 from tfla_tk.bench import compare, step
 from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.results import V_FIRST
 from tfla_tk.bench.shapes import Shape
 
 SMALL = Shape(2, 3, 2, 16, 32)
 
 
+def draw(shape: Shape, dtype: torch.dtype, seed: int = 0, op: str = "mlstm") -> dict[str, Tensor]:
+    return step.STEPS[op].operator.inputs(shape, dtype, torch.device("cpu"), "bnsd", seed, 3.0)
+
+
 def test_the_command(command) -> None:
-    status, rows, out, _ = command("step", "--commit", "abc", "--shapes", "2x3x2x16x32,1x1x4x16x16")
+    shapes = ("--shapes", "2x3x2x16x32,1x1x4x16x16")
+    status, rows, out, _ = command("step", "--op", "mlstm,gla,delta_rule", "--commit", "abc", *shapes)
     assert status == 0
-    found = [(row["op"], row["backend"], row["shape"]["T"], row["commit"]) for row in rows]
-    assert found == [("mlstm_step", "reference", 3, "abc"), ("mlstm_step", "reference", 1, "abc")]
-    assert max(row["rel_err"]["h"] for row in rows) < 1e-5
-    assert "mLSTM, one step, forward, B2 T3 H2 16/32" in out
+    assert [(row["op"], row["backend"], row["shape"]["T"], row["commit"]) for row in rows] == [
+        (f"{op}_step", "reference", length, "abc")
+        for op in ("mlstm", "gla", "delta_rule")
+        for length in (3, 1)
+    ]
+    assert max(error for row in rows for error in row["rel_err"].values()) < 1e-5
+    for title in ("mLSTM", "GLA"):
+        assert f"{title}, one step, forward, B2 T3 H2 16/32" in out
 
 
-def test_every_step_has_a_state_of_its_own_in_one_piece() -> None:
-    inputs = step.step_inputs(SMALL, torch.bfloat16, torch.device("cpu"))
-    assert inputs["c"].shape == (2, 2, 3, 16, 32) and inputs["c"].dtype == torch.bfloat16
-    assert inputs["i"].dtype == torch.float32 and inputs["m"].shape == (2, 2, 3, 1)
-    for x in inputs.values():
-        assert all(part.is_contiguous() for part in x.unbind(2))
+@pytest.mark.parametrize("op", step.STEPS)
+def test_every_step_is_that_of_its_own_state(op: str) -> None:
+    """With states of both layouts; the inputs of a step lie in one piece."""
+    operator = step.STEPS[op].operator
+    shape = Shape(2, 3, 2, 16, 32, HV=4 if op in ("gated_delta_rule", "kda") else None)
+    tensors = draw(shape, torch.float64, op=op)
+    assert all(part.is_contiguous() for x in tensors.values() for part in x.unbind(2))
+    expected = operator.truth(**tensors, chunk_size=64, **operator.options)
+    assert expected.shape == (2, shape.value_heads, 3, 32)
+    torch.testing.assert_close(operator.call("reference", *tensors.values()), expected)
+    last = [x[:, :, 2:] for x in tensors.values()]
+    torch.testing.assert_close(operator.call("reference", *last), expected[:, :, 2:])
+    if f"tk{V_FIRST}" in step.STEPS[op].kernels:
+        torch.testing.assert_close(operator.call(f"reference{V_FIRST}", *tensors.values()), expected)
 
 
 def test_in_place_starts_from_the_given_state_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check sees the first call, which is right; later calls go on."""
     monkeypatch.setattr(step, "mlstm_step", lambda *x, backend, **options: mlstm_step(*x, **options))
-    inputs = step.step_inputs(SMALL, torch.float32, torch.device("cpu"))
+    inputs = draw(SMALL, torch.float32)
     before = inputs["c"].clone()
     expected = step.OPERATOR.call("reference", *inputs.values())
     found = [step.OPERATOR.call(step.IN_PLACE, *inputs.values()) for _ in range(2)]
     assert torch.equal(found[0], expected) and not torch.equal(found[1], expected)
     assert torch.equal(inputs["c"], before)
-    torch.testing.assert_close(step.step_truth(**inputs, chunk_size=64), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
+def test_shapes_that_a_step_does_not_have_are_wrong_usage(monkeypatch, command) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    for shape, message in (
         ("1x4x2x16x16xN2", "--shapes: expected no N, a step has one token, got 2"),
         ("1x4x2x16x16xHV4", "shape HV: expected 2"),
-    ],
-)
-def test_shapes_that_a_step_does_not_have_are_wrong_usage(monkeypatch, command, shape, message) -> None:
-    monkeypatch.setattr(compare, "run_contest", pytest.fail)
-    ran = command("step", "--shapes", shape)
-    assert ran.status == 2 and message in ran.err
+    ):
+        ran = command("step", "--shapes", shape)
+        assert ran.status == 2 and message in ran.err
 
 
 def emulated_triton_step(*tensors: Tensor) -> Tensor:
@@ -80,13 +96,12 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x[..., 0]
 
 
-@pytest.mark.parametrize("m_dtype", [torch.bfloat16, torch.float32])
-def test_the_tolerance_of_the_triton_step_covers_its_rounding(m_dtype: torch.dtype) -> None:
+def test_the_tolerance_of_the_triton_step_covers_its_rounding() -> None:
     """Its arithmetic in q's dtype is what is coarse: with m in fp32 it is no better."""
     shape = Shape(16, 1, 8, 256, 32)
     errors = []
-    for seed in range(4):
-        inputs = step.step_inputs(shape, torch.bfloat16, torch.device("cpu"), seed=seed)
+    for seed, m_dtype in itertools.product(range(4), (torch.bfloat16, torch.float32)):
+        inputs = draw(shape, torch.bfloat16, seed)
         inputs["m"] = inputs["m"].to(m_dtype)
         found = emulated_triton_step(*(x.squeeze(2) for x in inputs.values())).double()
         truth = step.step_truth(**{name: x.double() for name, x in inputs.items()}, chunk_size=64).squeeze(2)

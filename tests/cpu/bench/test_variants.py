@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tfla_tk import UnsupportedError, mlstm_chunkwise
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.shapes import Shape
-from tfla_tk.bench.variants import FAMILIES, Variant, find_variants
+from tfla_tk.bench.variants import FAMILIES, Variant, check_named, find_variants
 
 
 def calls(op: str, *backends: str, on_gpu: bool = True, rivals: bool = True) -> list[str]:
@@ -40,44 +37,24 @@ def test_what_was_named() -> None:
     names = ["tk", "triton:xl_chunk_128", "reference:recurrent", "reference"]
     found = find_variants(OPERATORS["mlstm_exp"], names, on_gpu=True)
     assert found == [
-        *(Variant(name, name, named=True) for name in names[:3]),
-        Variant("reference", "reference", family_named=True),
+        *(Variant(name, named=True) for name in names[:3]),
+        Variant("reference", family_named=True),
     ]
     found = find_variants(OPERATORS["mlstm_exp"], None, on_gpu=True)
     assert not any(variant.named or variant.family_named for variant in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("cuda", "tk, triton, "),
-        ("triton:", "tk, triton, "),
-        ("triton:xl", "a variant such as triton:limit_chunk_64, "),
-        ("tk:fast", "a variant such as tk, got 'tk:fast'"),
-        (
-            "reference:foo",
-            "a variant such as reference:recurrent, reference:parallel, ",
-        ),
-        ("tilelang:qla", ""),
-    ],
-)
-def test_unknown_names_are_refused(name: str, expected: str) -> None:
-    with pytest.raises(ValueError, match=f"--backends: expected {expected}"):
-        calls("mlstm_exp", name)
-
-
-@pytest.mark.parametrize("name", ["triton:mamba_ssm", "tilelang"])
-def test_functions_of_other_packages_are_no_backends(name: str) -> None:
-    with pytest.raises(ValueError, match="--backends: expected"):
-        calls("simple_gla", name, rivals=False)
-
-
-def test_variants_are_backends_of_the_public_function() -> None:
-    shape = Shape(1, 64, 1, 16, 16)
-    tensors = OPERATORS["mlstm_exp"].inputs(shape, torch.float32, torch.device("cpu"), "bnsd", 0, 3.0)
-    for name in calls("mlstm_exp", "triton", "reference", on_gpu=False):
-        if name.startswith("reference"):
-            assert mlstm_chunkwise(*tensors.values(), backend=name).shape == (1, 1, 64, 16)
-        else:
-            with pytest.raises(UnsupportedError, match="GPU"):
-                mlstm_chunkwise(*tensors.values(), backend=name)
+def test_unknown_names_are_refused() -> None:
+    """Functions of other packages are no backends where rivals do not take part."""
+    for name, rivals, expected in (
+        ("cuda", True, "tk, triton, "),
+        ("triton:", True, "tk, triton, "),
+        ("triton:xl", True, "a variant such as triton:limit_chunk_64, "),
+        ("tk:fast", True, "a variant such as tk, got 'tk:fast'"),
+        ("reference:foo", True, "a variant such as reference:recurrent, reference:parallel, "),
+        ("tilelang:qla", True, ""),
+        ("triton:mamba_ssm", False, "a variant such as triton:"),
+        ("tilelang", False, "tk, triton, "),
+    ):
+        with pytest.raises(ValueError, match=f"--backends: expected {expected}"):
+            check_named(list(OPERATORS.values()), [name], rivals=rivals)
