@@ -271,11 +271,7 @@ def _latest(rows: Iterable[Row]) -> Row | None:
     return max(rows, key=lambda row: (row["date"], -row["ms"]), default=None)
 
 
-def in_sweep(row: Row) -> bool:
-    """Whether a row is a point of the sweep over the length, on the default inputs."""
-    return shape_of(row) in SWEEP and is_plain(row)
-
-
 def sweep_only(row: Row) -> bool:
-    """Whether a row is a point of the sweep at a shape that is no main shape."""
-    return in_sweep(row) and shape_of(row) not in MAIN
+    """Whether a row is a point of the sweep over the length at a shape that is no main shape."""
+    shape = shape_of(row)
+    return shape in SWEEP and shape not in MAIN and is_plain(row)

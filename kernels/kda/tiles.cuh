@@ -15,7 +15,7 @@ template <int kDimK> struct alignas(16) WalkFactors {
     TokenFactors beta;
 };
 template <int kDimK> struct Factors : WalkFactors<kDimK> {
-    float query_norms[kChunk], key_norms[kChunk];  // the factors of l2norm, without it 1
+    float query_rstd[kChunk], key_rstd[kChunk];  // 1 / norm of l2norm, without it 1
 };
 
 inline int slots_of(const KdaShape& s) {

@@ -37,7 +37,7 @@ struct KdaShape {
 // slot per chunk (chunk_slots in sequence/cut.h). All is zero past the last token.
 struct KdaTiles {
     void* tiles;    // [3, 64, tile of K] of q's type: Q_F, K_F, K_G
-    void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta, norms
+    void* factors;  // Factors in kda/tiles.cuh, fp32: e^{b_L}, beta, 1 / norms
     void *a, *p;    // [64, 64] of q's type
 
     template <class Visit> void fields(Visit& visit) { visit(tiles, factors, a, p); }

@@ -123,8 +123,8 @@ template <class T, int kDimK> struct Results {
             RowOfGradients rows[2][2];  // of q and k
             each<0, 2>([&](int r) {
                 const int row = warp * kBlock + lane / 4 + 8 * r;
-                rows[0][r] = row_of(0, row, smem.factors.query_norms[row], g.params.of.scale);
-                rows[1][r] = row_of(1, row, smem.factors.key_norms[row], 1.f);
+                rows[0][r] = row_of(0, row, smem.factors.query_rstd[row], g.params.of.scale);
+                rows[1][r] = row_of(1, row, smem.factors.key_rstd[row], 1.f);
             });
 #pragma unroll 1
             for (int tile = 0; tile < kTiles8; tile++) finish_channels(tile, rows);

@@ -92,7 +92,7 @@ template <class T, int kDimK> struct Within {
         : g(g), smem(smem), part(part), block(block), lane(lane) {
         each<0, 2>([&](int r) {
             query_factors[r] = query_factor(row_of_result(r));
-            key_factors[r] = smem.factors.key_norms[row_of_result(r)];
+            key_factors[r] = smem.factors.key_rstd[row_of_result(r)];
         });
     }
 
@@ -102,7 +102,7 @@ template <class T, int kDimK> struct Within {
         float of_query[2][2], of_key[2][2];  // factors of the lane's tokens
         each<0, 4>([&](int n) {
             const int token = token_of_operand(n / 2, n % 2);
-            of_query[n / 2][n % 2] = query_factor(token), of_key[n / 2][n % 2] = of.key_norms[token];
+            of_query[n / 2][n % 2] = query_factor(token), of_key[n / 2][n % 2] = of.key_rstd[token];
         });
 #pragma unroll 1
         for (int tile = 0; tile < kTiles8; tile++) {
@@ -286,10 +286,10 @@ template <class T, int kDimK> struct Within {
         return rows_of_results(smem.queries, query_factors, tile);
     }
     __device__ inline float query_factor(int token) const {
-        return g.params.of.scale * smem.factors.query_norms[token];
+        return g.params.of.scale * smem.factors.query_rstd[token];
     }
     __device__ inline float key(int token, int channel) const {
-        return smem.factors.key_norms[token] * number_at(smem.keys, token, channel);
+        return smem.factors.key_rstd[token] * number_at(smem.keys, token, channel);
     }
     __device__ inline float query(int token, int channel) const {
         return query_factor(token) * number_at(smem.queries, token, channel);

@@ -64,9 +64,9 @@ template <class T, int kDimK> struct MatricesMemory {
     float4 writers[kBlocks - 1][kPart / 8][32];  // k e^{b_16 - b}: of eight channels, as a lane has them
     float total[kBlocks][kPart], middle[kBlocks][kPart];  // b of the block's last and of its eighth token
     alignas(16) float beta[kChunk];
-    float query_norms[kChunk], key_norms[kChunk];  // as in Factors
-    float bias[kDimK];                             // dt_bias, times the slope of GateScale
-    float rate;                                    // e^{A_log}
+    float query_rstd[kChunk], key_rstd[kChunk];  // as in Factors
+    float bias[kDimK];                           // dt_bias, times the slope of GateScale
+    float rate;                                  // e^{A_log}
     semaphore arrived;
 };
 

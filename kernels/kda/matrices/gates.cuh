@@ -52,7 +52,7 @@ template <class T, int kDimK> struct RowsForNorms {
             }
     }
     // The factors of l2norm.
-    __device__ inline void write_norms(float (&to)[kChunk], int block) const {
+    __device__ inline void write_rstd(float (&to)[kChunk], int block) const {
         float2 upper[2]{}, lower[2]{};  // products with rows 0 to 7 and with rows 8 to 15
 #pragma unroll
         for (int n = 0; n < kSteps; n++) {
@@ -75,14 +75,14 @@ template <class T, int kDimK> struct RowsForNorms {
 
 // Norms of a warp's rows (Factors).
 template <class T, int kDimK, class Memory>
-__device__ inline void write_row_norms(Memory& smem, const KdaMatricesParams& p, const Chunk& chunk,
-                                       int block) {
+__device__ inline void write_row_rstd(Memory& smem, const KdaMatricesParams& p, const Chunk& chunk,
+                                      int block) {
     if (p.l2norm) {
         RowsForNorms<T, kDimK> queries, keys;
         queries.load(p, p.q, chunk, block), keys.load(p, p.k, chunk, block);
-        queries.write_norms(smem.query_norms, block), keys.write_norms(smem.key_norms, block);
+        queries.write_rstd(smem.query_rstd, block), keys.write_rstd(smem.key_rstd, block);
     } else if (const int token = fresh_laneid(); token < kBlock) {
-        smem.query_norms[block * kBlock + token] = smem.key_norms[block * kBlock + token] = 1.f;
+        smem.query_rstd[block * kBlock + token] = smem.key_rstd[block * kBlock + token] = 1.f;
     }
 }
 

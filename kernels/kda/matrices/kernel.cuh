@@ -61,7 +61,7 @@ template <class T, int kDimK> struct MatricesMaker {
             load_part(0);
         }
         __syncwarp();
-        write_row_norms<T, kDimK>(smem, p, chunk, warp);
+        write_row_rstd<T, kDimK>(smem, p, chunk, warp);
         if (warp == 1) write_betas(smem.beta, g, chunk);
         if (warp == 2) write_gate_parameters(smem, p, chunk.head);
         __syncthreads();
@@ -121,8 +121,8 @@ template <class T, int kDimK> struct MatricesMaker {
             const int lane = fresh_laneid();
             auto pair = [&](const float* x) { return float2{x[2 * lane], x[2 * lane + 1]}; };
             factors.beta.write(lane, pair(smem.beta));
-            write_pair(factors.query_norms, 2 * lane, pair(smem.query_norms));
-            write_pair(factors.key_norms, 2 * lane, pair(smem.key_norms));
+            write_pair(factors.query_rstd, 2 * lane, pair(smem.query_rstd));
+            write_pair(factors.key_rstd, 2 * lane, pair(smem.key_rstd));
         }
         writer.leave_rows();
     }
@@ -151,8 +151,8 @@ template <class T, int kDimK> struct MatricesMaker {
             const int j = block * kBlock + lane % 4 * 2 + n / 2 * 8;
             const int last = i < chunk.tokens ? i : -1;
             const float *q = &pairs.of_queries[n / 2][n % 2 * 2], *k = &pairs.of_keys[n / 2][n % 2 * 2];
-            const float2 writers{smem.key_norms[j], smem.key_norms[j + 1]};
-            const float reader = g.params.scale * smem.query_norms[i], eraser = -smem.key_norms[i];
+            const float2 writers{smem.key_rstd[j], smem.key_rstd[j + 1]};
+            const float reader = g.params.scale * smem.query_rstd[i], eraser = -smem.key_rstd[i];
             p[n] = from_float2<T2>(
                 {j <= last ? reader * writers.x * q[0] : 0.f, j < last ? reader * writers.y * q[1] : 0.f});
             of_keys.tiles[0][0].data[n] = {j < last ? eraser * writers.x * k[0] : 0.f,

@@ -90,8 +90,7 @@ template <class T, int kDimK> struct TileWriter {
         for (int i = 0; i < kTokens; i++) {
             Four q, of_query;
             load(q, smem.in.queries, i), load(keys[i], smem.in.keys, i);
-            const float query_factor = scale * smem.query_norms[row + i],
-                        key_factor = smem.key_norms[row + i];
+            const float query_factor = scale * smem.query_rstd[row + i], key_factor = smem.key_rstd[row + i];
 #pragma unroll
             for (int c = 0; c < kChannels; c++) {
                 before[c] *= decays[i][c], of_query[c] = query_factor * before[c];
