@@ -11,6 +11,8 @@ from torch import Tensor
 
 import tfla_tk
 
+from .accuracy import relative_error
+
 Tensors = dict[str, Tensor]
 
 DEVICE = "cuda"
@@ -23,12 +25,6 @@ DIMS = [
     *((64, 64), (128, 256), (256, 512), (64, 512), (256, 64), (128, 128), (16, 16), (80, 48)),
     *((1, 1), (1, 512), (256, 1), (3, 5), (17, 31), (33, 36), (255, 511), (256, 504), (100, 300)),
 ]
-
-
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    assert found.shape == truth.shape
-    difference, norm = (found.double() - truth).norm().item(), truth.norm().item()
-    return difference / norm if difference else 0.0
 
 
 def assert_close(found: Tensors, truth: Tensors) -> None:

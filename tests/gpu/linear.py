@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-import tfla_tk
 from tfla_tk import chunk_simple_gla
 
 from .accuracy import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
@@ -207,14 +206,6 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
     different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
     assert not different
-
-
-def assert_auto_takes_the_kernels(function: Any, x: Tensors) -> None:
-    """With and without gradients; fp64 goes to the reference."""
-    assert tfla_tk.which(function, **x).backend == "tk"
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    assert tfla_tk.which(function, **leaves).backend == "tk"
-    assert tfla_tk.which(function, **exact(x)).backend == "reference"
 
 
 def assert_whole_and_repeated(call: Callable[[], Tensors]) -> None:

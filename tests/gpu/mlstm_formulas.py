@@ -29,15 +29,6 @@ class RowSums(NamedTuple):
     inter: Tensor
 
 
-def row_factors(dh_h: Tensor, d: Tensor, m: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """log2 w_t and e_t, from dh_t.h_t; m is None with the sigmoid gate."""
-    dh_h, d = dh_h.double(), d.double()
-    log2_floor = torch.zeros_like(d) if m is None else -m.double() / math.log(2)
-    floor = torch.exp2(log2_floor)
-    log2_w = torch.where(floor.isinf(), log2_floor, torch.log2(torch.maximum(d.abs(), floor) + eps))
-    return log2_w, torch.where(d.abs() > floor, -dh_h * d.sign(), 0.0)
-
-
 def gate_gradients(
     q_dq: Sequence[Tensor],
     k_dk: Sequence[Tensor],

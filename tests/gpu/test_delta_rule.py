@@ -33,7 +33,6 @@ from .delta_rule import (
     draw_lengths,
     draw_packed,
     function_of,
-    gradients,
     of_both_functions,
     shape_of,
     ungated,
@@ -42,7 +41,6 @@ from .delta_rule import (
 from .linear import (
     REPEATS,
     Tensors,
-    assert_accurate,
     assert_equal,
     assert_equal_on_streams,
     assert_graph_replays,
@@ -362,21 +360,6 @@ def test_turns_in_many_waves(heads: int, value_heads: int, dims: tuple[int, int]
         assert_equal(train_gated(x), expected)
 
 
-@pytest.mark.parametrize("value_heads", [4, 6, 8])
-def test_a_graph_replays_turns(value_heads: int) -> None:
-    """Each time the numbers by which heads of a group take turns are cleared."""
-    x, other = (draw(1, 2500, 2, value_heads, (192, 128), seed=seed) for seed in (0, 1))
-    step = partial(train_gated, given=cotangents(x))
-    assert_graph_replays(step, x, other, [step(other), step(x)], 6)
-
-
-def test_turns_on_several_streams() -> None:
-    """Walks of several calls at once, whose CTAs begin in any order, each with its own turns."""
-    x = draw(1, 4000, 8, 32, (192, 128))
-    step = partial(train_gated, x, given=cotangents(x))
-    assert_equal_on_streams(step, step(), 5)
-
-
 # matrices that the walk makes itself
 
 
@@ -388,23 +371,6 @@ def test_the_walk_is_told_who_makes_the_matrices(monkeypatch: pytest.MonkeyPatch
     )
     both_gated(draw())
     assert {*asked} == {False, True}
-
-
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["batch", "packed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_beside_matrices_from_memory(
-    kind: str, lengths: list[int] | None, dtype: torch.dtype, take_form: TakeForm
-) -> None:
-    """Both forms give nearly the same results, and gradients as close as those of one form to the truth."""
-    x = draw_lengths(kind, lengths, dtype=dtype)
-    given = cotangents(x)
-    take_form("before two walkers")
-    expected, of_backward = run(x, function=function_of(x)), gradients(x, given=given)
-    take_form("in walk")
-    found = run(x, function=function_of(x))
-    errors = {name: relative_error(t, expected[name]) for name, t in found.items()}
-    assert not {name: error for name, error in errors.items() if not error <= CLOSE}
-    assert_accurate(gradients(x, given=given), of_backward, dtype, x["v"].numel() ** 0.5)
 
 
 @pytest.mark.parametrize("gates", ["usual", "none", "slow"])

@@ -202,18 +202,6 @@ def test_a_graph_replays_a_split(gates: tuple[str, str], split_every: Split) -> 
     assert_graph_replays(call, x, other, [call(other), call(x)], 10)
 
 
-@with_leads
-def test_nan_stays_in_its_head(longest: int, split_every: Split) -> None:
-    split_every(1, longest)
-    x = draw(1, 3 * SEGMENT, 3)
-    expected = both(x)
-    x["v"] = x["v"].clone()
-    x["v"][:, :, 1] = torch.nan
-    found = both(x)
-    for name in ("o", "dq", "dk", "dv"):
-        assert torch.equal(found[name][:, :, ::2], expected[name][:, :, ::2]), name
-
-
 @pytest.mark.parametrize("heads", [2, 16])  # segments of one border and of several
 @pytest.mark.parametrize("gates", ["usual", "slow"])
 def test_a_call_that_is_split_by_itself(gates: str, heads: int) -> None:
@@ -323,14 +311,6 @@ def test_heads_do_not_depend_on_others(split_every: Split) -> None:
         assert torch.equal(alone[name][:, :, ::2], among[name][:, :, ::2]), name
     for name in ("final_state", "dinitial_state"):
         assert torch.equal(alone[name][:, ::2], among[name][:, ::2]), name
-
-
-@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_mixed_heads(is_packed: bool, dtype: torch.dtype, split_every: Split) -> None:
-    """Some far and some near in one call."""
-    split_every(1)
-    x = packed(2, dtype=dtype) if is_packed else draw(1, 4 * SEGMENT + 77, 2, 4, dtype=dtype)
-    check(mixed(x))
 
 
 def by_chunk(found: Tensor, truth: Tensor) -> float:

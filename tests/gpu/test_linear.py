@@ -17,7 +17,6 @@ from . import delta_rule, kda
 from .linear import (
     Tensors,
     assert_accurate,
-    assert_auto_takes_the_kernels,
     assert_equal,
     assert_graph_replays,
     check_both,
@@ -86,7 +85,10 @@ def test_a_graph_replays_a_call_of_padded_heads(function: Any) -> None:
 @of_function
 @pytest.mark.parametrize("dims", [(128, 128), (256, 512)], ids="{0[0]}_{0[1]}".format)
 def test_auto_takes_the_kernels(function: Any, dims: tuple[int, int]) -> None:
-    assert_auto_takes_the_kernels(function, draw(function, dims=dims))
+    """With and without gradients; fp64 goes to the reference."""
+    x = draw(function, dims=dims)
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    assert [tfla_tk.which(function, **y).backend for y in (x, leaves, exact(x))] == ["tk", "tk", "reference"]
 
 
 def heads_first(x: Tensors) -> Tensors:

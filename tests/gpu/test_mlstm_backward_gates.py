@@ -204,11 +204,6 @@ def test_chunks_whose_entering_part_is_not_summed(gate: str, check: Check) -> No
     check(x)
 
 
-def test_a_long_sequence(check: Check) -> None:
-    x = draw_gates("exp", (1, 2, 140_000), states=True)
-    check(x)
-
-
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 1280]
 LONG = [513, 0, 575, 512, 1090] * 8  # with an anchor in nearly every slot
 
@@ -247,27 +242,6 @@ def test_part_of_the_states(end: int, missing: str, check: Check) -> None:
     kept = (None, None, n, dn) if missing == "c" else (c, dc, None, None)
     x = x._replace(states=(kept, NO_STATE) if end == 0 else (NO_STATE, kept))
     check(x)
-
-
-@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gates_of_any_dtype_and_strides(gate_dtype: torch.dtype, check: Check) -> None:
-    x = draw_gates("sig", (2, 3, 300))
-    i = x.i.to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    f = x.f.to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
-    x = x._replace(i=i, f=f)
-    found = check(x, max(1e-5, torch.finfo(gate_dtype).eps))
-    assert [t.dtype for t in found] == [gate_dtype] * 2
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_extreme_gates(gate: str, check: Check) -> None:
-    x = draw_gates(gate, (1, 2, 700), states=True)
-    x.f[..., ::90] = -torch.inf
-    x.f[..., 5::70] = 1e4
-    x.f[..., 6::71] = -1e4
-    x.i[..., 3::7] = -torch.inf
-    x.i[..., 200:300] = 1e4
-    assert all(t.isfinite().all() for t in check(x))
 
 
 def test_noise_does_not_pass_a_chunk_that_forgets(kernel: ModuleType) -> None:

@@ -155,15 +155,6 @@ def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int
     assert h[:, :, 64 * (chunk + 2) :].isnan().all()
 
 
-@pytest.mark.parametrize("position", [0, 1, 63, 64, 100, 150])
-@pytest.mark.parametrize("gate", ["i", "f"])
-def test_a_gate_of_minus_infinity(operator: Any, gate: str, position: int) -> None:
-    """An input gate skips its token, a forget gate resets the state."""
-    x = make_inputs(seq=200)
-    x[gate][..., position] = -torch.inf
-    assert_accurate(operator.run(x), operator.truth(x))
-
-
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 def test_keys_behind_closed_gates_are_not_seen(
     operator: Any, dtype: torch.dtype, dims: tuple[int, int]

@@ -14,7 +14,6 @@ from torch.library import opcheck
 
 from tfla_tk import env, which
 from tfla_tk.build import CaptureError, builder, find_thunderkittens
-from tfla_tk.core import memo
 
 from .accuracy import relative_error
 from .memory import LENGTHS, TOKENS, relayout, transposed
@@ -154,23 +153,3 @@ def test_opcheck(operator: Any, rows: bool, last: bool, kind: str) -> None:
     grads = [torch.randn_like(t) for t in (h, c, n)]
     given = (c, n, *grads) if last else (None, None, grads[0], None, None)
     opcheck(torch.ops.tfla_tk.mlstm_bwd.default, (*tensors, h, *kept, *given, *options))
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_the_ops_give_the_same_bits(operator: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernels that plain eager calls go to without them."""
-    x = make_inputs(states=operator.states)
-    cotangents = operator.draw_cotangents(x, last)
-    direct = operator.gradients(x, cotangents)
-    monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
-    dispatched = operator.gradients(x, cotangents)
-    assert all(torch.equal(direct[name], t) for name, t in dispatched.items())
-
-
-def test_what_is_saved_may_be_kept_on_the_host(operator: Any) -> None:
-    x = make_inputs(states=operator.states)
-    cotangents = operator.draw_cotangents(x, last=True)
-    expected = operator.gradients(x, cotangents)
-    with torch.autograd.graph.save_on_cpu():
-        found = operator.gradients(x, cotangents)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())

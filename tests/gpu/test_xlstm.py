@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tfla_tk.integrations import xlstm
-from tfla_tk.integrations.xlstm import kernels
 
 from .accuracy import relative_error
 
@@ -190,59 +189,6 @@ def test_large_prefills_and_decodes(
     generated, state = model.generate(tokens[:, :33], 8)
     again, _ = model.generate(generated[:, -1:], 8, state=state)
     assert generated.shape == again.shape == (2, 8)
-
-
-@pytest.mark.parametrize("backend", ["auto", "tk"])
-@torch.no_grad()
-def test_large_goes_on_four_tokens_at_a_time(
-    make_large: Callable[..., nn.Module], tokens: Tensor, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """As a draft is verified: pieces of 4, by the kernel for a few tokens, equal one pass."""
-    lengths: list[int] = []
-    sequence = kernels.mlstm_sequence
-
-    def recorded(q: Tensor, *rest: Any, **options: Any) -> Any:
-        lengths.append(q.shape[2])
-        return sequence(q, *rest, **options)
-
-    monkeypatch.setattr(kernels, "mlstm_sequence", recorded)
-    model, ours, truth, limit = in_inference(make_large, tokens, backend)
-    assert not lengths
-    pieces, state = in_pieces(model, tokens, 4)
-    # a first piece that has no state is a prompt
-    assert lengths == [4] * (SEQ // 4 - 1) * len(state)
-    assert relative_error(pieces, truth) < limit
-    assert relative_error(pieces, ours) < limit
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@torch.no_grad()
-def test_sigmoid_gate(normalize: bool) -> None:
-    """Inference raises in mlstm_kernels. Prefill, a step and a few tokens on tk."""
-    xlstm.register()
-    module = importlib.import_module("mlstm_kernels.torch.backend_module")
-    config = module.mLSTMBackendConfig(
-        chunkwise_kernel="chunkwise--tfla_tk_siging",
-        step_kernel="tfla_tk_siging",
-        mode="inference",
-        normalize_siging=normalize,
-    )
-    generator = torch.Generator("cuda").manual_seed(0)
-    rows = [torch.randn(2, SEQ, 2, dim, generator=generator, device="cuda") for dim in (128, 128, 256)]
-    q, k, v = (x.bfloat16().transpose(1, 2) for x in rows)
-    i, f = (torch.randn(2, 2, SEQ, generator=generator, device="cuda") + shift for shift in (0, 3))
-    inputs = {"q": q, "k": k, "v": v, "i": i, "f": f}
-    backend = module.mLSTMBackend(config)
-    exact, _ = module.mLSTMBackend(config)(**{name: x.double() for name, x in inputs.items()})
-    state, pieces, start = (None, None, None), [], 0
-    for length in (100, 1, 4, SEQ - 105):
-        part = {name: x[:, :, start : start + length] for name, x in inputs.items()}
-        c, n, m = state
-        h, state = backend(**part, c_initial=c, n_initial=n, m_initial=m)
-        pieces.append(h)
-        start += length
-    assert relative_error(backend(**inputs)[0], exact) < 5e-3
-    assert relative_error(torch.cat(pieces, dim=2), exact) < 5e-3
 
 
 @pytest.mark.parametrize("use_cache", [False, True])

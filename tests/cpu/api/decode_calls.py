@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla_tk import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
+import tfla_tk
 from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
@@ -61,24 +61,17 @@ class Decode(NamedTuple):
 
 
 DECODES = {
-    "step": Decode(
-        draw_token,
-        mlstm_step,
-        mlstm_siging_step,
-        torch.ops.tfla_tk.mlstm_step.default,
-        torch.ops.tfla_tk.mlstm_step_.default,
-        check_mlstm_step,
-        "supports_mlstm_step",
-    ),
-    "sequence": Decode(
-        draw_tokens,
-        mlstm_sequence,
-        mlstm_siging_sequence,
-        torch.ops.tfla_tk.mlstm_sequence.default,
-        torch.ops.tfla_tk.mlstm_sequence_.default,
-        check_mlstm_sequence,
-        "supports_mlstm_sequence",
-    ),
+    kind: Decode(
+        draw,
+        *(getattr(tfla_tk, f"mlstm_{gate}{kind}") for gate in ("", "siging_")),
+        *(getattr(torch.ops.tfla_tk, f"mlstm_{kind}{in_place}").default for in_place in ("", "_")),
+        check,
+        f"supports_mlstm_{kind}",
+    )
+    for kind, draw, check in (
+        ("step", draw_token, check_mlstm_step),
+        ("sequence", draw_tokens, check_mlstm_sequence),
+    )
 }
 
 

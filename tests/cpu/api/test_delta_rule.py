@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, reference
+from tfla_tk import chunk_gated_delta_rule, reference
 from tfla_tk.ops import delta_rule as ops
 
-from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
+from .delta_rule import FLAGS, LAUNCH, draw_raw, from_raw, serve_by
 from .linear import Kernels, assert_same, gradients
 
 # What is computed
@@ -58,11 +58,3 @@ def test_the_kernels_get_raw_inputs(kernels: Kernels) -> None:
     core = kernels.core
     assert {core.q.dtype, core.k.dtype, core.v.dtype, core.beta.dtype} == {torch.bfloat16}
     assert {core.g.dtype, core.A_log.dtype, core.initial_state.dtype} == {torch.float32}
-
-
-def test_without_decay(kernels: Kernels) -> None:
-    x = draw()
-    del x["g"]
-    found = gradients(chunk_delta_rule, x, backend="tk")
-    assert kernels.core.g is None and kernels.needs_gates == [False]
-    assert_same(found, gradients(reference.delta_rule_recurrent, x))

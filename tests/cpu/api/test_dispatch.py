@@ -168,6 +168,11 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
     assert bool(verdict.reason) != auto
 
 
+# 131,072 tokens at 256/512 in chunks of 64: one past the last safe length
+ONE_PAST = {"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}
+LONG, MANY = {"seq": 65536, "dim_v": 128}, {"batch": 70000, "heads": 1, "seq": 128, "dim_qk": 64, "dim_v": 64}
+
+
 @pytest.mark.parametrize(
     ("changes", "variant", "reason"),
     [
@@ -189,33 +194,16 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
         ({"requires_grad": True, "chunk_size": 512}, "xl_chunk", "wrong gradients"),
         ({"sigmoid_gate": True}, "xl_chunk_64", "exponential input gate"),
         ({}, "siging_xl_64", "sigmoid input gate"),
-        # 131,072 tokens at 256/512 in chunks of 64: one past the last safe length
-        (
-            {"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512},
-            "limit_chunk_64",
-            "int32 offsets wrap",
-        ),
+        (ONE_PAST, "limit_chunk_64", "int32 offsets wrap"),
         ({"batch": 64, "heads": 16, "seq": 16384}, None, "int32 offsets wrap"),
         # grids: (x, tiles of a chunk, chunks x batch x heads) in xl_chunk and siging_xl, (x, chunks, batch x
         # heads) in limit_chunk, of at most 65,535 along y and z
-        (
-            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128},
-            "xl_chunk_128",
-            "chunks x batch x heads = 65,536, a CUDA grid takes 65,535",
-        ),
-        (
-            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128, "sigmoid_gate": True},
-            "siging_xl_128",
-            "chunks x batch x heads = 65,536",
-        ),
+        (LONG, "xl_chunk_128", "chunks x batch x heads = 65,536, a CUDA grid takes 65,535"),
+        (LONG | {"sigmoid_gate": True}, "siging_xl_128", "chunks x batch x heads = 65,536"),
         ({"batch": 1, "heads": 1, "seq": 2**20, "dim_qk": 16}, "limit_chunk_16", "chunks = 65,536"),
-        ({"batch": 70000, "heads": 1, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
+        (MANY, None, "batch x heads = 70,000"),
         ({"batch": 65536, "heads": 1, "seq": 16, "dim_v": 64}, "limit_chunk_16", "batch x heads = 65,536"),
-        (
-            {"batch": 70000, "heads": 1, "seq": 128, "sigmoid_gate": True, "dim_qk": 64, "dim_v": 64},
-            None,
-            "batch x heads = 70,000",
-        ),
+        (MANY | {"sigmoid_gate": True}, None, "batch x heads = 70,000"),
     ],
 )
 def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: str, gpu_triton: None) -> None:
@@ -233,8 +221,8 @@ def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: st
         ({"seq": 8192 + 64}, None),
         ({"requires_grad": True, "seq": 256}, "xl_chunk_256"),
         ({"requires_grad": True, "sigmoid_gate": True}, "siging_xl_256"),
-        ({"batch": 1, "heads": 8, "seq": 131072 - 64, "dim_qk": 256, "dim_v": 512}, "limit_chunk_64"),
-        ({"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, "xl_chunk_128"),
+        (ONE_PAST | {"seq": 131072 - 64}, "limit_chunk_64"),
+        (ONE_PAST, "xl_chunk_128"),
         # the largest grids
         ({"batch": 1, "heads": 1, "seq": 65535 * 128}, "xl_chunk_128"),
         ({"batch": 1, "heads": 1, "seq": 65535 * 128, "sigmoid_gate": True}, "siging_xl_128"),
@@ -255,22 +243,16 @@ def test_triton_accepts(changes: dict[str, Any], variant: str | None, gpu_triton
         ({"seq": 96}, ("limit_chunk", 32)),
         ({"seq": 48}, ("limit_chunk", 16)),
         # 512 chunks of 128 for each of 128 heads are one too many
-        ({"batch": 8, "heads": 16, "seq": 65536}, ("xl_chunk", 256)),
-        ({"batch": 8, "heads": 16, "seq": 65536, "sigmoid_gate": True}, ("siging_xl", 256)),
+        ({"seq": 65536}, ("xl_chunk", 256)),
+        ({"seq": 65536, "sigmoid_gate": True}, ("siging_xl", 256)),
         ({"batch": 257, "heads": 255, "seq": 1024, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 1024)),
         ({"batch": 257, "heads": 255, "seq": 1088, "dim_qk": 16, "dim_v": 16}, ("limit_chunk", 64)),
         ({"batch": 32, "heads": 1, "seq": 2**22, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 4096)),
         # the chunk states of 128 exceed int32 offsets
         ({"batch": 2, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, ("xl_chunk", 256)),
         # gradients: xl_chunk's are wrong with larger chunks, limit_chunk has the chunks along y
-        (
-            {"batch": 8, "heads": 16, "seq": 65536, "dim_qk": 64, "dim_v": 64, "requires_grad": True},
-            ("limit_chunk", 64),
-        ),
-        (
-            {"batch": 8, "heads": 16, "seq": 65536, "requires_grad": True, "sigmoid_gate": True},
-            ("siging_xl", 256),
-        ),
+        ({"seq": 65536, "dim_qk": 64, "dim_v": 64, "requires_grad": True}, ("limit_chunk", 64)),
+        ({"seq": 65536, "requires_grad": True, "sigmoid_gate": True}, ("siging_xl", 256)),
     ],
 )
 def test_triton_default_follows_length_and_grid(

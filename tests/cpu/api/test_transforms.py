@@ -19,14 +19,7 @@ from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, mlstm_siging_chu
 from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton import mlstm_kernels as triton
 
-FUNCTIONS = (
-    "mlstm_chunkwise",
-    "mlstm_siging_chunkwise",
-    "mlstm_step",
-    "mlstm_siging_step",
-    "mlstm_sequence",
-    "mlstm_siging_sequence",
-)
+FUNCTIONS = [f"mlstm_{gate}{kind}" for kind in ("chunkwise", "step", "sequence") for gate in ("", "siging_")]
 
 Function = Callable[..., Tensor]
 

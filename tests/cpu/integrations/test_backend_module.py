@@ -97,20 +97,6 @@ def test_sigmoid_gate(make_backend: Make, normalize: bool, pieces: list[int]) ->
         assert relative_error(module(**inputs, mode="train")[0], expected) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gate", ["exp", "sig"])
-def test_pieces_of_a_few_tokens(make_backend: Make, sequence_calls: list[tuple[str, str]], gate: str) -> None:
-    """The first goes through the chunkwise function, those that go on from its state do not."""
-    xlstm.register()
-    inputs = draw(37)
-    fields = OURS_SIGING if gate == "sig" else {"chunkwise_kernel": "chunkwise--tfla_tk"}
-    expected, (c, *_) = truth(inputs, **({"normalize": True} if gate == "sig" else {}))
-    h, last = run_in_pieces(make_backend(**fields), inputs, [13, 4, 4, 16])
-    assert [name.rpartition("_")[2] for name, _ in sequence_calls] == ["chunkwise", *["sequence"] * 3]
-    assert relative_error(h, expected) < 1e-5 and relative_error(last[0], c) < 1e-5
-    assert {x.dtype for x in last} == {torch.float32} and last[2].shape == (2, 2, 1)
-
-
 def test_pieces_of_a_few_tokens_compiled(make_backend: Make, sequence_calls: list[tuple[str, str]]) -> None:
     """One graph."""
     module = make_backend(mode="inference")

@@ -99,16 +99,6 @@ def test_states_may_be_overwritten_before_the_backward(function: str, overwritte
         assert torch.equal(found, truth) and truth.any()
 
 
-def test_nothing_is_copied_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = draw(20)
-    _, state = kernels.chunkwise(**inputs, return_last_states=True)
-    monkeypatch.setattr(kernels, "_private", None)
-    monkeypatch.setattr(kernels, "_handed_out", None)
-    tensors = [x.requires_grad_() for x in inputs.values()]
-    with torch.no_grad():
-        kernels.chunkwise(*tensors, *state, return_last_states=True)
-
-
 @pytest.mark.parametrize("through", ["step", "chunkwise"])
 def test_forgetting_survives_a_16_bit_state(through: str) -> None:
     """A decay of 1 % per token, 200 times, m near 8: where m alone is rounded, nothing is ever forgotten."""

@@ -18,6 +18,7 @@ from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, STATE_CHUNKS, Cut
 
 from .calls import CUT, Op, check, draw, results
 from .stand_in import Kernels
+from .test_segments import assert_numbered
 
 SEGMENT = INVARIANT_CHUNKS * CHUNK
 LENGTHS = (0, 1, 63, 64, 65, 1000, SEGMENT - 1, SEGMENT, SEGMENT + 1, 5000, 4 * SEGMENT, 65536)
@@ -48,26 +49,13 @@ FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_
 
 
 def borders_of(cut: Cut, lengths: tuple[int, ...], packed: bool) -> Borders:
-    """By the numbering of segments.cuh; asserts that every segment has a number and a slot of its own."""
-    tokens, count = cut.chunks * CHUNK, len(lengths)
-    offsets = list(itertools.accumulate(lengths, initial=0))
-    numbers: list[int] = []
-    slots: list[int] = []
-    found: Borders = []
-    for sequence, length in enumerate(lengths):
-        if packed:
-            own = max(-(-length // tokens), 1)
-            first, slot = offsets[sequence] // tokens + sequence, offsets[sequence] // tokens
-        else:
-            own = cut.segments // count
-            first, slot = sequence * own, sequence * (own - 1)
-        numbers += range(first, first + own)
-        slots += range(slot, slot + own - 1)
-        found.append([number * tokens for number in range(own)])
-        assert own * tokens >= length
-    assert len(set(numbers)) == len(numbers) and max(numbers) < cut.segments
-    assert len(set(slots)) == len(slots) and all(slot < cut.segments - count for slot in slots)
-    return found
+    """Asserts that the segments cover their sequences and have numbers of their own."""
+    tokens, counts = cut.chunks * CHUNK, [cut.segments // len(lengths)] * len(lengths)
+    if packed:
+        assert_numbered(cut, [*itertools.accumulate(lengths, initial=0)])
+        counts = [max(-(-length // tokens), 1) for length in lengths]
+    assert all(count * tokens >= length for count, length in zip(counts, lengths, strict=True))
+    return [[number * tokens for number in range(count)] for count in counts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

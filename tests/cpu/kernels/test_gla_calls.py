@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import launch, support
+from tfla_tk.backends.tk.channel_gate import launch
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut
-from tfla_tk.core.support import SUPPORTED
 
 from .calls import OPS, B, Op, Tensors, check, cut_into, draw
 from .stand_in import Kernels
@@ -55,36 +53,3 @@ def test_slices_of_v_without_states_or_gates(
     dims: Any, of_gates: torch.dtype, state: bool, without: tuple[str, ...], op: Op, kernels: Kernels
 ) -> None:
     check(op, draw(op, dims, of_gates=of_gates, state=state, tokens=70), without)
-
-
-# Which head dims are served
-
-
-def described(dims: tuple[int, int], requires_grad: bool) -> Any:
-    sizes = {"dim_qk": dims[0], "dim_v": dims[1], "heads": 2, "value_heads": 2, "sequences": 3}
-    return SimpleNamespace(
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        requires_grad=requires_grad,
-        goes_by_token=lambda most: False,
-        **sizes,
-    )
-
-
-@pytest.mark.parametrize("dims", [(256, 512), (144, 272), (100, 250)], ids=str)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_gradients_are_served_for_all_heads_of_the_forward(
-    dims: tuple[int, int], requires_grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(support.device, "device_fault", lambda index: ("", ""))
-    monkeypatch.setattr(support.device, "supports", lambda *of: asked.append(of) or SUPPORTED)
-    assert support.supports_gla(described(dims, requires_grad)).ok
-    ((_, kernels_of, *key),) = asked
-    assert len(kernels_of(*key)[1]) == (4 if requires_grad else 1)
-
-
-@pytest.mark.parametrize("dims", [(272, 64), (64, 528), (257, 64)], ids=str)
-def test_other_head_dims_are_refused(dims: tuple[int, int]) -> None:
-    verdict = support.supports_gla(described(dims, requires_grad=True))
-    assert not verdict.ok and f"K = {dims[0]}, V = {dims[1]}" in verdict.reason

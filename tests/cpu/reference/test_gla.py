@@ -10,18 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
 
-
-def draw(length: int, batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
-    """q, k, v, g and an initial state in fp64; 2 heads, K = 8, V = 6."""
-    torch.manual_seed(0)
-    shapes = {"q": (batch, length, 2, 8), "k": (batch, length, 2, 8), "v": (batch, length, 2, 6)}
-    shapes |= {"g": (batch, length, 2, 8), "initial_state": (rows or batch, 2, 8, 6)}
-    found = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    return found | {"g": logsigmoid(found["g"])}
+from .conftest import linear_drawer
 
 
 def dual(run: Callable[[Tensor], Tensor], x: Tensor, tangent: Tensor) -> Any:
@@ -46,8 +38,9 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, recorded: bool) -> None:
     """Those of the chunkwise form, which recomputes, as of the recurrent one; autograd around them, too."""
-    x = draw(20)
-    q = x.pop("q").requires_grad_(recorded)
+    (q, *tokens), (state,) = linear_drawer("G")(20)
+    x = dict(zip("kvg", tokens, strict=True)) | {"initial_state": state}
+    q.requires_grad_(recorded)
     found = []
     for form in (partial(reference.gla_chunkwise, chunk_size=8), reference.gla_recurrent):
         results = TRANSFORMS[transform](lambda q, form=form: form(q, **x)[0], q)

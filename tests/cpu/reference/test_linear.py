@@ -6,20 +6,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from tfla_tk import reference
 
-from .conftest import assert_close
+from .conftest import Tensors, assert_close, linear_drawer
 
 
-def draw(
-    length: int, heads: int = 4, dims: tuple[int, int] = (8, 6), seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    shape = (2, length, heads)
-    q, k = (torch.randn(*shape, 8, dtype=torch.float64) for _ in range(2))
-    return q, k, torch.randn(*shape, 6, dtype=torch.float64)
+def draw(length: int, heads: int = 4) -> Tensors:
+    return linear_drawer("")(length, heads=heads)[0]
 
 
 def test_retention_log_decay() -> None:

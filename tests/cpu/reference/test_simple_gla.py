@@ -7,30 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from tfla_tk import reference
 
-from .conftest import assert_close
+from .conftest import assert_close, linear_drawer
 
 FORMS = ["recurrent", "parallel", "chunkwise"]
 
 
-def draw(length: int, heads: tuple[int, int], batch: int = 2, rows: int | None = None) -> dict[str, Tensor]:
-    """q, k, v, g and an initial state in fp64; K = 8, V = 6."""
-    torch.manual_seed(0)
-    few, many = heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
-
-    return {
-        "q": normal(batch, length, few, 8),
-        "k": normal(batch, length, few, 8),
-        "v": normal(batch, length, many, 6),
-        "g": logsigmoid(normal(batch, length, many)),
-        "initial_state": normal(rows or batch, many, 8, 6),
-    }
+def draw(length: int, heads: tuple[int, int]) -> dict[str, Tensor]:
+    """q, k of so many heads, v of others, g and an initial state in fp64; K = 8, V = 6."""
+    (q, k, v, g), (state,) = linear_drawer("g")(length, heads=max(heads))
+    few, many = (slice(count) for count in heads)
+    x = {"q": q[:, :, few], "k": k[:, :, few], "v": v[:, :, many], "g": g[..., many]}
+    return x | {"initial_state": state[:, many]}
 
 
 def run(form: str, **arguments: Any) -> tuple[Tensor, Tensor | None]:
