@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from tfla_tk import cli
+import tfla_tk
+from tfla_tk import UnsupportedError, cli, reference
 from tfla_tk.bench import __main__ as bench
 from tfla_tk.bench import compare, generate, gradcheck, model_phases, runner
 from tfla_tk.bench.inputs import FORGET_BIAS
@@ -41,6 +43,9 @@ GATES = {
     "gated_delta_rule": ["dg", "dbeta"],
     "kda": ["dg", "dbeta"],
 }
+
+
+Result = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class Ran(NamedTuple):
@@ -76,6 +81,33 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         return Ran(status, rows, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def break_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Result]], None]:
+    """Every backend of mLSTMexp becomes a function of its name and of the inputs: (h, states)."""
+
+    def patch(distort: Callable[..., Result]) -> None:
+        def broken(*operands: Tensor, backend: str, return_last_states: bool = False, **more: Tensor) -> Any:
+            h, state = distort(backend, dict(zip("qkvif", operands, strict=True)) | more)
+            return (h, state) if return_last_states else h
+
+        monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", broken)
+
+    return patch
+
+
+def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
+    result: Result = reference.mlstm_chunkwise(**tensors, return_last_states=True)
+    return result
+
+
+def refuse(backend: str, tensors: dict[str, Tensor]) -> Result:
+    raise UnsupportedError("mlstm_chunkwise", "the kernels have no backward yet", "use the reference")
+
+
+def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
+    raise RuntimeError("illegal memory access\nsecond line")
 
 
 @dataclass

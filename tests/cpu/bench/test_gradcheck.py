@@ -10,36 +10,16 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import UnsupportedError, reference
+from tfla_tk import reference
 from tfla_tk.bench import accuracy
 from tfla_tk.bench.gradcheck import CASES, DEFAULT_CASES, PROBLEMS, cases_of, make_case
 from tfla_tk.bench.operators import OPERATORS, Operator
 from tfla_tk.bench.shapes import Shape
 
-from .conftest import FORMS, GATES
+from .conftest import FORMS, GATES, Result, crash, exact, refuse
 
 CPU = torch.device("cpu")
 EXP = ("gradcheck", "--op", "mlstm_exp", "--shapes", "1x40x2x16x16")
-Result = tuple[Tensor, tuple[Tensor, ...]]
-
-
-@pytest.fixture
-def break_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Result]], None]:
-    """Every backend of mLSTMexp becomes a function of its name and of the inputs: (h, states)."""
-
-    def patch(distort: Callable[..., Result]) -> None:
-        def broken(*operands: Tensor, backend: str, return_last_states: bool = False, **more: Tensor) -> Any:
-            h, state = distort(backend, dict(zip("qkvif", operands, strict=True)) | more)
-            return (h, state) if return_last_states else h
-
-        monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", broken)
-
-    return patch
-
-
-def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
-    result: Result = reference.mlstm_chunkwise(**tensors, return_last_states=True)
-    return result
 
 
 def scaled_forget_gate_gradient(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -66,16 +46,8 @@ def not_finite(backend: str, tensors: dict[str, Tensor]) -> Result:
     return h + (0 * tensors["q"].sum()).sqrt(), state
 
 
-def refuse(backend: str, tensors: dict[str, Tensor]) -> Result:
-    raise UnsupportedError("mlstm_chunkwise", "the kernels have no backward yet", "use the reference")
-
-
 def refuse_states(backend: str, tensors: dict[str, Tensor]) -> Result:
     return refuse(backend, tensors) if "c_initial" in tensors else exact(backend, tensors)
-
-
-def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
-    raise RuntimeError("illegal memory access\nsecond line")
 
 
 @pytest.mark.parametrize("op", GATES)
