@@ -15,9 +15,10 @@ from tfla_tk import UnsupportedError, cli, reference
 from tfla_tk.bench import __main__ as bench
 from tfla_tk.bench import compare, generate, gradcheck, model_phases, runner
 from tfla_tk.bench.inputs import FORGET_BIAS
-from tfla_tk.bench.results import Row
+from tfla_tk.bench.results import Row, new_row
 from tfla_tk.bench.runner import Settings
-from tfla_tk.bench.timing import Plan
+from tfla_tk.bench.shapes import Shape
+from tfla_tk.bench.timing import Plan, Timing
 
 PROVENANCE = {
     "run": "run-a",
@@ -156,23 +157,9 @@ def settings(stopwatch: FakeStopwatch) -> Settings:
 @pytest.fixture
 def make_row() -> Callable[..., Row]:
     def make(backend: str = "tk", ms: float = 0.5, **changes: Any) -> Row:
-        row: Row = {
-            "op": "mlstm_exp",
-            "shape": {"B": 8, "T": 8192, "H": 16, "K": 128, "V": 256},
-            "pass": "fwd",
-            "backend": backend,
-            "schedule": None,
-            "dtype": "bf16",
-            "ms": ms,
-            "ms_p20": ms,
-            "ms_p80": ms,
-            "tflops": 377.0,
-            "gbps": 3246.0,
-            "roofline": 0.76,
-            "peak_mem_mb": 512.0,
-            "rel_err": {"h": 2.3e-3},
-            **PROVENANCE,
-        }
-        return {**row, **changes}
+        figures: dict[str, Any] = {"tflops": 377.0, "gbps": 3246.0, "roofline": 0.76, "peak_mem_mb": 512.0}
+        shape, times = Shape(8, 8192, 16, 128, 256), Timing(ms, ms, ms, 30)
+        figures |= {"rel_err": {"h": 2.3e-3}, **PROVENANCE}
+        return new_row("mlstm_exp", shape, "fwd", backend, "bf16", times, **figures) | changes
 
     return make

@@ -72,12 +72,11 @@ def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, ph
     def spied(function: Callable[..., Any], label: str) -> Callable[..., Any]:
         return lambda *x, **y: (called.append(label), function(*x, **y))[1]
 
-    step = phase == "decode"
-    native = importlib.import_module(f"mlstm_kernels.torch.{'recurrent' if step else 'chunkwise'}")
-    registry = native.registry_step if step else native.registry
-    key = "native" if step else "native_autograd"
+    native = importlib.import_module("mlstm_kernels.torch")
+    registry, key, ours = native.chunkwise.registry, "native_autograd", "chunkwise"
+    if phase == "decode":
+        registry, key, ours = native.recurrent.registry_step, "native", "step"
     monkeypatch.setitem(registry, key, spied(registry[key], THEIRS))
-    ours = "step" if step else "chunkwise"
     monkeypatch.setattr(kernels, ours, spied(getattr(kernels, ours), OURS))
     _, outcomes = perform(make_task(phase))
     assert [outcome.variant for outcome in outcomes] == [OURS, THEIRS]
@@ -140,7 +139,7 @@ def test_the_largest_batch_that_fits(make_task, monkeypatch, fits: int, tried: l
 
     def measure(task: Task) -> list[Outcome]:
         seen.append(task.batches[0])
-        if task.batches[0] > fits:
+        if seen[-1] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory\nmore")
         return [Outcome(OURS)]
 
@@ -187,11 +186,8 @@ def test_limits_come_from_the_noise_of_the_same_dtypes() -> None:
 
     def told(errors: dict[str, float]) -> list[str]:
         # that a baseline is off is no failure
-        found = [
-            Outcome(NOISE, errors=noise),
-            Outcome("tk", errors=errors),
-            Outcome(XL, errors={"train": 9.0}),
-        ]
+        of = {NOISE: noise, "tk": errors, XL: {"train": 9.0}}
+        found = [Outcome(variant, errors=own) for variant, own in of.items()]
         assert limits(found) == {"prefill": 2e-2, "decode": 5e-3, "train": pytest.approx(6e-2)}
         return failures(AGREEMENT, found)
 

@@ -94,19 +94,15 @@ def test_tables_form_no_ratio_across_runs_and_inputs(make_row) -> None:
     ]
 
 
-def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
+def test_the_ablation_is_of_one_run(make_row) -> None:
+    """The latest with both schedules; the other tables are of the latest run with a baseline."""
     later = {"run": "run-b", "date": "2026-11-21T10:00:00Z"}
-    rows = [
-        make_row("tk", 0.4, schedule="overlapped"),
-        make_row("tk", 0.45, schedule="sequential"),
-        make_row("tk", 0.5, **later),
-        make_row("triton:xl_chunk_128", 3.0, **later),
-    ]
+    rows = [make_row("tk", ms, schedule=s) for s, ms in (("overlapped", 0.4), ("sequential", 0.45))]
+    rows += [make_row("tk", 0.5, **later), make_row("triton:xl_chunk_128", 3.0, **later)]
     assert lines_of(rows, FORWARD)[0][2:6] == ["0.5", "3", "xl_chunk_128", "6.00x"]
     times, _, schedules = readme.render(rows).partition(f"{OVERLAP}\n")
     assert "runs run-b" in times and "run-a" not in times
     assert "runs run-a" in schedules and "run-b" not in schedules
-    # both of one run, not of several; one alone says nothing
     fresh = [make_row("tk", ms, schedule=s, **later) for s, ms in (("sequential", 0.6), ("overlapped", 0.7))]
     assert lines_of([*rows, *fresh], OVERLAP)[0][1:] == ["0.6", "0.7"]
     assert lines_of([*rows, *fresh[:1]], OVERLAP)[0][1:] == ["0.45", "0.4"]
