@@ -20,32 +20,13 @@ from tfla_tk.bench.runner import Settings
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.timing import Plan, Timing
 
-PROVENANCE = {
-    "run": "run-a",
-    "gpu": "NVIDIA H200",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "nvcc": "13.0",
-    "commit": "abc",
-    "date": "2026-11-20T10:00:00Z",
-}
-
-
+PROVENANCE = {"run": "run-a", "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "nvcc": "13.0"}
+PROVENANCE |= {"commit": "abc", "date": "2026-11-20T10:00:00Z"}
 FORMS = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
 # gradients beside dq, dk and dv, by operator
-GATES = {
-    "mlstm_exp": ["di", "df"],
-    "mlstm_sig": ["di", "df"],
-    "simple_gla": ["dg"],
-    "retention": [],
-    "lightning": [],
-    "gla": ["dg"],
-    "delta_rule": ["dbeta"],
-    "gated_delta_rule": ["dg", "dbeta"],
-    "kda": ["dg", "dbeta"],
-}
-
-
+GATES = {"mlstm_exp": ["di", "df"], "mlstm_sig": ["di", "df"], "simple_gla": ["dg"], "retention": []}
+GATES |= {"lightning": [], "gla": ["dg"], "delta_rule": ["dbeta"]}
+GATES |= {op: ["dg", "dbeta"] for op in ("gated_delta_rule", "kda")}
 Result = tuple[Tensor, tuple[Tensor, ...]]
 
 
@@ -142,16 +123,8 @@ def stopwatch() -> FakeStopwatch:
 
 @pytest.fixture
 def settings(stopwatch: FakeStopwatch) -> Settings:
-    return Settings(
-        device=torch.device("cpu"),
-        dtype="fp32",
-        layout="bnsd",
-        forget_bias=FORGET_BIAS,
-        seed=0,
-        plan=Plan(repeats=5, budget_ms=1000),
-        stopwatch=stopwatch,
-        provenance=PROVENANCE,
-    )
+    plan = Plan(repeats=5, budget_ms=1000)
+    return Settings(torch.device("cpu"), "fp32", "bnsd", FORGET_BIAS, 0, plan, stopwatch, PROVENANCE)
 
 
 @pytest.fixture

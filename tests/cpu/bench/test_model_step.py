@@ -33,14 +33,9 @@ def with_xlstm() -> Iterator[None]:
     xlstm.unregister()
 
 
-@pytest.fixture
-def make_task() -> Callable[..., Task]:
-    def make(phase: str = "decode", **changes: Any) -> Task:
-        sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "length": 64, "repeats": 2}
-        given = {"variants": (OURS, THEIRS), "batches": (1,), "tokens": 3}
-        return Task(phase, **{**sizes, **given, **changes})
-
-    return make
+def make_task(phase: str = "decode", **changes: Any) -> Task:
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "length": 64, "repeats": 2}
+    return Task(phase, **{**sizes, "variants": (OURS, THEIRS), "batches": (1,), "tokens": 3, **changes})
 
 
 def test_the_command_at_toy_size(monkeypatch, command) -> None:
@@ -65,7 +60,7 @@ def test_the_command_at_toy_size(monkeypatch, command) -> None:
 
 
 @pytest.mark.parametrize("phase", ["train", "prefill", "decode"])
-def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, phase: str) -> None:
+def test_each_phase_runs_every_variant_on_its_kernels(monkeypatch, phase: str) -> None:
     """Once to warm up and once a round, in turn."""
     called: list[str] = []
 
@@ -88,7 +83,7 @@ def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, ph
     assert called == [name for _ in range(3) for name in (OURS, THEIRS) for _ in range(layers)]
 
 
-def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch) -> None:
+def test_a_training_step_is_that_of_the_model_as_a_whole(monkeypatch) -> None:
     """Blocks computed twice and the loss in pieces: the gradients of the plain forward pass."""
     task = make_task("train", length=96)
     tokens = task.random_tokens(2, task.length + 1)
@@ -110,7 +105,7 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch)
         torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_a_decoding_step_goes_on_from_its_state(make_task) -> None:
+def test_a_decoding_step_goes_on_from_its_state() -> None:
     """Equal to the model's own generation from the same token."""
     task = make_task()
     model = model_phases.build(task, "inference", torch.float32).eval()
@@ -121,7 +116,7 @@ def test_a_decoding_step_goes_on_from_its_state(make_task) -> None:
     assert torch.equal(torch.cat(found, dim=1), expected)
 
 
-def test_a_variant_that_raises_is_out_and_the_others_go_on(make_task, monkeypatch) -> None:
+def test_a_variant_that_raises_is_out_and_the_others_go_on(monkeypatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise UnsupportedError("mlstm_step", "no such state", "use another")
 
@@ -134,7 +129,7 @@ def test_a_variant_that_raises_is_out_and_the_others_go_on(make_task, monkeypatc
 
 
 @pytest.mark.parametrize(("fits", "tried"), [(2, [8, 4, 2]), (0, [8, 4, 2, 1])])
-def test_the_largest_batch_that_fits(make_task, monkeypatch, fits: int, tried: list[int]) -> None:
+def test_the_largest_batch_that_fits(monkeypatch, fits: int, tried: list[int]) -> None:
     seen: list[int] = []
 
     def measure(task: Task) -> list[Outcome]:
@@ -149,7 +144,7 @@ def test_the_largest_batch_that_fits(make_task, monkeypatch, fits: int, tried: l
     assert failures("train", outcomes) == [f"{OURS}: CUDA out of memory"] * (not fits)
 
 
-def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) -> None:
+def test_gates_of_the_chunked_triton_kernels_are_cast(monkeypatch) -> None:
     """Over 16-bit gates their compiler aborts; autocast would cast them back."""
     module = importlib.import_module("mlstm_kernels.torch.chunkwise")
     seen: list[tuple[Any, ...]] = []
@@ -166,7 +161,7 @@ def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) ->
     assert seen == [(torch.bfloat16, torch.float32, torch.float32, 128, False)]
 
 
-def test_agreement_finds_a_wrong_kernel(make_task, monkeypatch) -> None:
+def test_agreement_finds_a_wrong_kernel(monkeypatch) -> None:
     right = kernels.mlstm_chunkwise
 
     def wrong(q: Tensor, *args: Any, backend: str, **options: Any) -> Any:
