@@ -108,13 +108,12 @@ def run(args: argparse.Namespace) -> int:
             dtype = torch.bfloat16 if session.on_gpu else torch.float32
             model = MAKE[name](sizes).to(session.device, dtype).eval()
             for batch in batches:
+                shape = replace(sizes, B=batch, T=new)
                 prompt = torch.randint(2, VOCABULARY, (batch, PROMPT), device=session.device)
                 found = _measure(model, prompt, new, repeats, session)
                 for variant, (times, refused) in found.items():
                     kind = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
-                    rows.append(
-                        results.new_row(name, replace(sizes, B=batch, T=new), "decode", *kind, times, **more)
-                    )
+                    rows.append(results.new_row(name, shape, "decode", *kind, times, **more))
                     failed += [f"{model_title}, B{batch}: {told}" for told in refused]
         except Exception as error:  # of a package of others: the next model may run
             failed.append(f"{model_title}: {FAILED}: {verdict_on(error)[1]}")

@@ -274,9 +274,8 @@ def make_row(
     orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
     omits = ["gradients without the normaliser's part, checked with dh orthogonal to h"] * orthogonal
     more |= {"note": "; ".join([*omits, *outcome.notes]), **settings.provenance}
-    variant, dtype = outcome.variant, settings.dtype
-    more["schedule"] = variant.schedule
-    return results.new_row(operator.name, shape, which, variant.backend, dtype, found, **more)
+    backend, more["schedule"] = outcome.variant.backend, outcome.variant.schedule
+    return results.new_row(operator.name, shape, which, backend, settings.dtype, found, **more)
 
 
 def verdict_on(error: Exception) -> tuple[str, str]:

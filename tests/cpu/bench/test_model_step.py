@@ -87,7 +87,7 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(monkeypatch) -> None:
     """Blocks computed twice and the loss in pieces: the gradients of the plain forward pass."""
     task = make_task("train", length=96)
     tokens = task.random_tokens(2, task.length + 1)
-    plain, pieced = (model_phases.build(task, "train", torch.float32) for _ in range(2))
+    plain, (pieced, _) = model_phases.build(task, "train", torch.float32), model_phases.prepare(task)
     for model in (plain, pieced):
         model_phases.use(model, OURS)
     logits, _ = plain(tokens[:, :-1])
@@ -98,7 +98,6 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(monkeypatch) -> None:
         def step(self) -> None:
             grads.extend(p.grad.clone() for p in pieced.parameters())
 
-    model_phases._training(task, pieced)
     monkeypatch.setattr(model_phases, "LOSS_TOKENS", 40)
     model_phases._training_step(pieced, Keep(pieced.parameters(), 0.1), tokens, autocast=False)
     for found, parameter in zip(grads, plain.parameters(), strict=True):
@@ -109,7 +108,7 @@ def test_a_decoding_step_goes_on_from_its_state() -> None:
     """Equal to the model's own generation from the same token."""
     task = make_task()
     model = model_phases.build(task, "inference", torch.float32).eval()
-    step = model_phases._decode(task, model)(2)
+    step = model_phases.decoding_step(task, model, 2)
     expected, _ = model.generate(task.random_tokens(2, 1), 3)
     token = next(x.cell_contents for x in step.__wrapped__.__closure__ if isinstance(x.cell_contents, Tensor))
     found = [(step(), token.clone())[1] for _ in range(3)]
