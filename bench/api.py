@@ -49,13 +49,8 @@ def modules() -> list[ModuleType]:
 
 def _names(module: ModuleType) -> list[str]:
     """The public names in the order in which the module's docstring has them, and then all others."""
-    text = _doc(module)
-
-    def place(name: str) -> int:
-        found = re.search(rf"\b{re.escape(name)}\b", text)
-        return found.start() if found else len(text)
-
-    return sorted(module.__all__, key=place)
+    mentioned = re.findall(r"\w+", _doc(module))
+    return sorted(module.__all__, key=lambda name: [*mentioned, name].index(name))
 
 
 def once(name: str, entry: str, told: dict[str, str]) -> str:
@@ -137,9 +132,8 @@ def _call(name: str, value: Any) -> str:
     signature = inspect.signature(value)
     plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     text = f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
-    return textwrap.fill(
-        text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", **whole)
 
 
 def _doc(value: Any) -> str:

@@ -64,8 +64,7 @@ def _nvcc_version() -> str | None:
         identity = build.find_toolchain().identity
     except build.BuildError:
         return None
-    match = re.search(r"nvcc ([\d.]+)", identity)
-    return match[1] if match else identity
+    return re.sub(r".*nvcc ([\d.]+).*", r"\1", identity, flags=re.DOTALL)
 
 
 def git_commit(root: Path) -> str | None:
@@ -83,10 +82,10 @@ def git_commit(root: Path) -> str | None:
 def fetch_thunderkittens() -> None:
     """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it. Where
     it cannot be had, the tk backend refuses its calls with the reason and the remedy."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER:
-        with contextlib.suppress(build.BuildError):
-            if prebuilt.index() is None:
-                build.find_thunderkittens()
+    with contextlib.suppress(build.BuildError):
+        is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+        if is_hopper and prebuilt.index() is None:
+            build.find_thunderkittens()
 
 
 class Session:

@@ -10,8 +10,9 @@ Exit status: 0 done; 1 where a model fails, or the kernels have not served every
 import argparse
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +27,17 @@ from .timing import Stopwatch, Timing
 from .usage import add_options
 
 PROMPT = 16
+VOCABULARY = 32768
 FULL, QUICK = (128, 5), (16, 2)  # tokens of a text, timed texts
 VARIANTS = ("tk", fla.VARIANT)
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
-class Sizes(NamedTuple):
-    """Of a model; H, K, V and HV are of its linear layers."""
-
-    layers: int
-    width: int
-    vocabulary: int
-    H: int
-    K: int
-    V: int
-    HV: int
-
-    def shape(self, batch: int, new: int) -> ModelShape:
-        """Of the rows with a batch and so many new tokens."""
-        return ModelShape(batch, new, self.H, self.K, self.V, self.layers, self.width, HV=self.HV)
-
-
-def make_qwen3_next(sizes: Sizes) -> nn.Module:
+def make_qwen3_next(sizes: ModelShape) -> nn.Module:
     """The last layer has softmax attention, as every fourth of the published model, all have dense MLPs."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.Qwen3NextConfig(
-        vocab_size=sizes.vocabulary,
+        vocab_size=VOCABULARY,
         hidden_size=sizes.width,
         intermediate_size=5 * sizes.width // 2,
         num_hidden_layers=sizes.layers,
@@ -59,7 +45,7 @@ def make_qwen3_next(sizes: Sizes) -> nn.Module:
         num_key_value_heads=max(1, sizes.width // sizes.K // 8),
         head_dim=2 * sizes.K,
         linear_num_key_heads=sizes.H,
-        linear_num_value_heads=sizes.HV,
+        linear_num_value_heads=sizes.value_heads,
         linear_key_head_dim=sizes.K,
         linear_value_head_dim=sizes.V,
         layer_types=["linear_attention"] * (sizes.layers - 1) + ["full_attention"],
@@ -69,17 +55,11 @@ def make_qwen3_next(sizes: Sizes) -> nn.Module:
     return transformers.Qwen3NextForCausalLM(config)
 
 
-def make_gla(sizes: Sizes) -> nn.Module:
+def make_gla(sizes: ModelShape) -> nn.Module:
     """FLA's GLA, whose head dims follow from width and heads."""
     models: Any = importlib.import_module("fla.models")
-    config = models.GLAConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        num_hidden_layers=sizes.layers,
-        num_heads=sizes.H,
-        **TOKENS,
-    )
-    return take_cache(models.GLAForCausalLM(config))
+    sized = {"hidden_size": sizes.width, "num_hidden_layers": sizes.layers, "num_heads": sizes.H}
+    return take_cache(models.GLAForCausalLM(models.GLAConfig(vocab_size=VOCABULARY, **sized, **TOKENS)))
 
 
 def take_cache(model: nn.Module) -> nn.Module:
@@ -95,10 +75,11 @@ def take_cache(model: nn.Module) -> nn.Module:
 
 
 MAKE = dict(zip(GENERATED, (make_qwen3_next, make_gla), strict=True))
-ON_A_CPU = {GENERATED[0]: Sizes(2, 32, 64, 2, 16, 16, 4)}
+# H, K, V and HV are of the linear layers; batch and tokens are those of a row
+ON_A_CPU = {GENERATED[0]: ModelShape(1, 1, 2, 16, 16, layers=2, width=32, HV=4)}
 ON_A_GPU = {
-    GENERATED[0]: Sizes(4, 2048, 32768, 16, 128, 128, 32),
-    GENERATED[1]: Sizes(4, 2048, 32768, 4, 256, 512, 4),
+    GENERATED[0]: ModelShape(1, 1, 16, 128, 128, layers=4, width=2048, HV=32),
+    GENERATED[1]: ModelShape(1, 1, 4, 256, 512, layers=4, width=2048),
 }
 
 
@@ -127,13 +108,12 @@ def run(args: argparse.Namespace) -> int:
             dtype = torch.bfloat16 if session.on_gpu else torch.float32
             model = MAKE[name](sizes).to(session.device, dtype).eval()
             for batch in batches:
-                prompt = torch.randint(2, sizes.vocabulary, (batch, PROMPT), device=session.device)
+                shape = replace(sizes, B=batch, T=new)
+                prompt = torch.randint(2, VOCABULARY, (batch, PROMPT), device=session.device)
                 found = _measure(model, prompt, new, repeats, session)
                 for variant, (times, refused) in found.items():
                     kind = (variant, "bf16") if session.on_gpu else ("reference", "fp32")
-                    rows.append(
-                        results.new_row(name, sizes.shape(batch, new), "decode", *kind, times, **more)
-                    )
+                    rows.append(results.new_row(name, shape, "decode", *kind, times, **more))
                     failed += [f"{model_title}, B{batch}: {told}" for told in refused]
         except Exception as error:  # of a package of others: the next model may run
             failed.append(f"{model_title}: {FAILED}: {verdict_on(error)[1]}")
@@ -142,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             integration.restore()
             release(session.device)
         lines = [(row["backend"], _cells(row, rows)) for row in rows]
-        title = f"{model_title}, {sizes.shape(batches[-1], new)}"
+        title = f"{model_title}, {replace(sizes, B=batches[-1], T=new)}"
         session.print_table(title, report.filled_table("variant", lines))
         session.add(rows)
     session.print_lines(f"  {line}" for line in failed)

@@ -36,7 +36,6 @@ from .variants import Variant
 CPU_SHAPES = parse_shapes("2x64x2x16x32,1x100x2x32x64")
 # the third has a tail, the last is cut into segments
 GPU_SHAPES = parse_shapes("2x512x4x128x256,1x512x2x256x512,1x1000x2x64x64,1x8192x4x128x256")
-WHICH = "fwdbwd"
 RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 
 
@@ -131,14 +130,6 @@ def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
     i[..., i.shape[-1] // 2 :] += RESET
 
 
-class Settings(NamedTuple):
-    """What all checks of one run share."""
-
-    device: torch.device
-    dtype: str
-    seed: int
-
-
 class Checked(NamedTuple):
     """What one variant did in one case. form: of the reference that is the truth."""
 
@@ -180,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
         if variants
     ]
     session = environment.Session(args)
-    settings = Settings(session.device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
-    _print_head(session, settings, [problem for op in args.op for problem in PROBLEMS[op]])
+    args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
+    _print_head(session, args.dtype, [problem for op in args.op for problem in PROBLEMS[op]])
     found: list[Checked] = []
     with report.make_progress() as bar:
         task = bar.add_task("", total=sum(len(cases) * len(variants) for _, _, cases, variants in contests))
@@ -191,10 +182,10 @@ def run(args: argparse.Namespace) -> int:
 
         for problem, shape, cases, variants in contests:
             checked = [
-                one for case in cases for one in run_case(problem, shape, case, variants, settings, advance)
+                one for case in cases for one in run_case(problem, shape, case, variants, args, advance)
             ]
             release(session.device)
-            _print_contest(session, checked, settings.dtype)
+            _print_contest(session, checked, args.dtype)
             found += checked
     counts = Counter(one.outcome.status for one in found)
     session.console.print(
@@ -202,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         f"{counts[UNSUPPORTED]} not served."
     )
     if args.json:
-        lines = [json.dumps({**_row_of(one, settings), **session.facts}, allow_nan=False) for one in found]
+        lines = [json.dumps({**_row_of(one, args), **session.facts}, allow_nan=False) for one in found]
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     outcomes = [one.outcome for one in found]
     failed = (each.variant for each in outcomes if each.status == FAILED)
@@ -214,19 +205,20 @@ def run_case(
     shape: Shape,
     case: Case,
     variants: Sequence[Variant],
-    settings: Settings,
+    args: argparse.Namespace,
     advance: Callable[[str], object] = lambda label: None,
 ) -> list[Checked]:
-    """Check every variant in one case; whatever one raises is its outcome. advance is called with a label
-    after each."""
-    tensors, cotangents = make_case(operator, shape, case, *settings)
+    """Check every variant in one case with the dtype and the seed of args; whatever one raises is its
+    outcome. advance is called with a label after each."""
+    device = environment.current_device()
+    tensors, cotangents = make_case(operator, shape, case, device, args.dtype, args.seed)
     truth = accuracy.compute_truth(operator, shape, tensors, cotangents, AS_GIVEN, recurrent=True)
     del truth.values[operator.output]  # which `tfla-tk compare` checks
-    limits = operator.tolerances(settings.dtype)
+    limits = operator.tolerances(args.dtype)
     found = []
     for variant in variants:
         outcome = Outcome(variant)
-        with lifted_guard(operator, [variant], WHICH, settings.device) as lifted:
+        with lifted_guard(operator, [variant], "fwdbwd", device) as lifted:
             outcome.notes += [f"{variant.call}: {fla.NOTE}"] * lifted
             outcome.run(partial(check, outcome, tensors, truth, limits))
         found.append(Checked(operator, shape, case, truth.form, outcome))
@@ -234,15 +226,15 @@ def run_case(
     return found
 
 
-def _print_head(session: environment.Session, settings: Settings, chosen: Iterable[Operator]) -> None:
+def _print_head(session: environment.Session, dtype: str, chosen: Iterable[Operator]) -> None:
     limits: dict[float, dict[str, None]] = {}
     for operator in chosen:
-        for name, limit in operator.tolerances(settings.dtype).items():
+        for name, limit in operator.tolerances(dtype).items():
             if name != operator.output:
                 limits.setdefault(limit, {})[name] = None
     told = "; ".join(f"{', '.join(names)} {limit:.3g}" for limit, names in limits.items())
     lines = [
-        f"{environment.heading(session.facts)}; {settings.dtype}",
+        f"{environment.heading(session.facts)}; {dtype}",
         *["No CUDA GPU: the forms of the PyTorch reference."] * (not session.on_gpu),
         "Error: relative Frobenius against the fp64 reference on the same inputs.",
         f"Past tolerance where marked with '!': {told}.\n",
@@ -282,24 +274,22 @@ def _errors_table(checked: Sequence[Checked], dtype: str) -> Table:
     table = report.make_table("case", "backend", numbers=names)
     limits = operator.tolerances(dtype)
     for place, (_, _, case, _, outcome) in enumerate(checked):
-        cells = [Text("")] * len(names)
-        for column, name in enumerate(names):
-            if name in outcome.errors:
-                wrong = accuracy.failures({name: outcome.errors[name]}, limits)
-                mark, style = ("!", "bold red") if wrong else (" ", "")
-                cells[column] = Text(f"{outcome.errors[name]:.1e}{mark}", style=style)
+        cells = dict.fromkeys(names, Text(""))
+        for name, error in outcome.errors.items():
+            mark, style = ("!", "bold red") if accuracy.failures({name: error}, limits) else (" ", "")
+            cells[name] = Text(f"{error:.1e}{mark}", style=style)
         if not outcome.errors:
-            cells[0] = Text(outcome.status)
+            cells["dq"] = Text(outcome.status)
         ends = place + 1 == len(checked) or checked[place + 1].case != case
         style = "" if outcome.errors else "dim"
-        table.add_row(str(case), Text(outcome.variant.call), *cells, style=style, end_section=ends)
+        table.add_row(str(case), Text(outcome.variant.call), *cells.values(), style=style, end_section=ends)
     return table
 
 
-def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:
+def _row_of(checked: Checked, args: argparse.Namespace) -> dict[str, Any]:
     """One check as it stands in the JSON file; an error that is not finite is null."""
     operator, shape, case, form, outcome = checked
-    errors, limits = outcome.errors, operator.tolerances(settings.dtype)
+    errors, limits = outcome.errors, operator.tolerances(args.dtype)
     return {
         "op": operator.name,
         "normalize": "n_initial" in operator.states,
@@ -307,8 +297,8 @@ def _row_of(checked: Checked, settings: Settings) -> dict[str, Any]:
         "shape": shape.as_dict(),
         "case": str(case),
         "backend": outcome.variant.call,
-        "dtype": settings.dtype,
-        "seed": settings.seed,
+        "dtype": args.dtype,
+        "seed": args.seed,
         "truth": form,
         "partial": outcome.partial,
         "status": outcome.status,

@@ -192,11 +192,7 @@ def _with_fp32_gates(function: Callable[..., Any]) -> Callable[..., Any]:
 def measure(task: Task) -> list[Outcome]:
     """Warm the variants up and time them in rounds, batch by batch; the profiler, which slows launches,
     last. A variant that raises is out, the others go on."""
-    if task.phase == "train":
-        model = build(task, "train", torch.float32)
-    else:
-        model = build(task, "inference", task.kept_dtype).eval()
-    make_step = {"train": _training, "prefill": _prefill, "decode": _decode}[task.phase](task, model)
+    model, make_step = prepare(task)
     # long steps without an untimed run and without a flush of the L2 cache before
     by_events = task.phase == "decode" and task.on_gpu
     stopwatch = (CudaStopwatch if by_events else Stopwatch)(task.device)
@@ -255,13 +251,21 @@ def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> f
     return captured and time_one(captured.replay, task.repeats, stopwatch).ms
 
 
-def _training(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
-    """Training steps: fp32 weights, bf16 autocast on a GPU, every block recomputed in the backward pass."""
-    for block in model.backbone.blocks:
-        block.forward = partial(recomputed, block.forward)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
-    step = partial(_training_step, model, optimizer, autocast=task.on_gpu)
-    return lambda batch: partial(step, task.random_tokens(batch, task.length + 1))
+def prepare(task: Task) -> tuple[Any, Callable[[int], Callable[[], object]]]:
+    """The model of a phase, and what makes a step with a batch: of training, with fp32 weights, bf16 autocast
+    on a GPU and every block recomputed in the backward pass; prompts in one pass, with the logits of every
+    token and the state; or a token."""
+    if task.phase == "train":
+        model = build(task, "train", torch.float32)
+        for block in model.backbone.blocks:
+            block.forward = partial(recomputed, block.forward)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
+        step = partial(_training_step, model, optimizer, autocast=task.on_gpu)
+        return model, lambda batch: partial(step, task.random_tokens(batch, task.length + 1))
+    model = build(task, "inference", task.kept_dtype).eval()
+    if task.phase == "decode":
+        return model, partial(decoding_step, task, model)
+    return model, lambda batch: torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
 
 
 def _training_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, *, autocast: bool) -> None:
@@ -283,28 +287,18 @@ def _summed_loss(model: Any, x: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def _prefill(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
-    """Prompts through the model in one pass, with the logits of every token and the state."""
-    return lambda batch: torch.no_grad()(partial(model, task.random_tokens(batch, task.length)))
+def decoding_step(task: Task, model: Any, batch: int) -> Callable[[], object]:
+    """A token from the token and the state before, greedily; both are overwritten."""
+    dims, token = task.shape(batch), task.random_tokens(batch, 1)
+    zeros = partial(torch.zeros, batch, task.heads, device=task.device)
+    state = {layer: (zeros(dims.K, dims.V), zeros(dims.K), zeros(1)) for layer in range(task.layers)}
 
+    @torch.no_grad()
+    def step() -> None:
+        logits, _ = model(token, state)
+        token.copy_(logits.argmax(-1))
 
-def _decode(task: Task, model: Any) -> Callable[[int], Callable[[], object]]:
-    """Tokens from the token and the state before, greedily; both are overwritten."""
-    dims = task.shape(1)
-
-    def make_step(batch: int) -> Callable[[], object]:
-        token = task.random_tokens(batch, 1)
-        zeros = partial(torch.zeros, batch, task.heads, device=task.device)
-        state = {layer: (zeros(dims.K, dims.V), zeros(dims.K), zeros(1)) for layer in range(task.layers)}
-
-        @torch.no_grad()
-        def step() -> None:
-            logits, _ = model(token, state)
-            token.copy_(logits.argmax(-1))
-
-        return step
-
-    return make_step
+    return step
 
 
 def _kernel_share(step: Callable[[], object], device: torch.device) -> float | None:
@@ -344,8 +338,8 @@ def agreement(task: Task) -> list[Outcome]:
     the same dtypes: what rounding around the mLSTM comes to."""
     names = (TRUTH, NOISE, *(name for name in task.variants if name != NOISE))
     outcomes = [Outcome(name) for name in names]
-    for kinds, prepare in ((("prefill", "decode"), _logits), (("train",), _losses)):
-        compute = prepare(task)
+    for kinds, collect in ((("prefill", "decode"), _logits), (("train",), _losses)):
+        compute = collect(task)
         truth: tuple[Tensor, ...] = ()
         for outcome in outcomes:
             found = outcome.run(partial(compute, outcome.variant))

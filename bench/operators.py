@@ -20,7 +20,7 @@ FORMS = ("recurrent", "parallel", "chunkwise")  # of the reference
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
 KINK = 1e-3
 
-MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
+MakeInputs = Callable[..., dict[str, Tensor]]  # of shape, dtype, device, layout, seed and forget bias
 
 
 # relative Frobenius errors that are allowed of this package's backends: of the output, of dq, dk, dv and the
@@ -187,10 +187,9 @@ def raw_delta_rule(operator: Operator, *, gate_parameters: bool = False) -> Oper
     """The gated delta rule or KDA with flags for the norm of q and k and for 2 sigmoid(beta), and with
     gate_parameters for a log decay made of g by A_log and dt_bias."""
     assert operator.recurrent is not None
-    inputs: Any = operator.inputs
     return replace(
         operator,
-        inputs=partial(inputs, raw=True, gate_parameters=gate_parameters),
+        inputs=partial(operator.inputs, raw=True, gate_parameters=gate_parameters),
         truth=_raw_delta_rule(operator.truth),
         recurrent=_raw_delta_rule(operator.recurrent),
         options=RAW | (GATE_PARAMETERS if gate_parameters else {}),

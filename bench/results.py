@@ -157,17 +157,16 @@ def load(path: Path) -> list[Row]:
     """The rows of a file, validated; none where there is no file."""
     if not path.exists():
         return []
+    place = f"{path}: expected JSON"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected JSON, {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
-    for number, row in enumerate(rows):
-        try:
+        if not isinstance(rows, list):
+            raise ValueError(f"expected a list of rows, got {type(rows).__name__}")
+        for number, row in enumerate(rows):
+            place = f"{path}, row {number}"
             validate(row)
-        except ValueError as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     return rows
 
 

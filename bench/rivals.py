@@ -26,7 +26,6 @@ from tfla_tk.core.installed import find_package
 from .inputs import OFFSETS, Named
 
 FLASH_QLA, MAMBA = "tilelang:flash_qla", "triton:mamba_ssm"
-_FLASH_QLA_DIM = 128
 _INSTALL_MAMBA = (
     "MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm"
 )
@@ -67,11 +66,10 @@ def prepare(variant: str, inputs: Named) -> Prepared:
 
 def _prepare_flash_qla(inputs: Named) -> Prepared:
     q, v = inputs["q"], inputs["v"]
-    if (q.shape[-1], v.shape[-1]) != (_FLASH_QLA_DIM, _FLASH_QLA_DIM):
-        dims = f"these are {q.shape[-1]} and {v.shape[-1]}"
-        raise UnsupportedError(FLASH_QLA, f"it takes K = V = {_FLASH_QLA_DIM}, {dims}", "use another")
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedError(FLASH_QLA, f"it takes 16-bit q, k, v, these are {q.dtype}", "use another")
+    taken = (q.shape[-1], v.shape[-1]) == (128, 128) and q.dtype in (torch.bfloat16, torch.float16)
+    if not taken:
+        given = f"these are {q.dtype} of {q.shape[-1]} and {v.shape[-1]}"
+        raise UnsupportedError(FLASH_QLA, f"it takes 16-bit q, k, v of K = V = 128, {given}", "use another")
     function = importlib.import_module("flash_qla").chunk_gated_delta_rule
     leaves = {name: tensor for name, tensor in inputs.items() if name != OFFSETS}
     offsets = inputs[OFFSETS].long() if OFFSETS in inputs else None

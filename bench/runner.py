@@ -269,24 +269,13 @@ def make_row(
         more["roofline"] = settings.ceilings.roofline_ms(least) / found.ms
     given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
     more |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
+    more |= {"tflops": least.flops / found.ms / 1e9, "gbps": least.bytes / found.ms / 1e6}
+    more |= {"peak_mem_mb": None if peak is None else peak / 2**20, "rel_err": outcome.errors}
     orthogonal = cotangent_kind(operator, outcome.variant, which) == ORTHOGONAL
     omits = ["gradients without the normaliser's part, checked with dh orthogonal to h"] * orthogonal
-    return results.new_row(
-        operator.name,
-        shape,
-        which,
-        outcome.variant.backend,
-        settings.dtype,
-        found,
-        schedule=outcome.variant.schedule,
-        tflops=least.flops / found.ms / 1e9,
-        gbps=least.bytes / found.ms / 1e6,
-        peak_mem_mb=None if peak is None else peak / 2**20,
-        rel_err=outcome.errors,
-        note="; ".join([*omits, *outcome.notes]),
-        **settings.provenance,
-        **more,
-    )
+    more |= {"note": "; ".join([*omits, *outcome.notes]), **settings.provenance}
+    backend, more["schedule"] = outcome.variant.backend, outcome.variant.schedule
+    return results.new_row(operator.name, shape, which, backend, settings.dtype, found, **more)
 
 
 def verdict_on(error: Exception) -> tuple[str, str]:

@@ -8,39 +8,26 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from tfla_tk import cli
+import tfla_tk
+from tfla_tk import UnsupportedError, cli, reference
 from tfla_tk.bench import __main__ as bench
 from tfla_tk.bench import compare, generate, gradcheck, model_phases, runner
 from tfla_tk.bench.inputs import FORGET_BIAS
-from tfla_tk.bench.results import Row
+from tfla_tk.bench.results import Row, new_row
 from tfla_tk.bench.runner import Settings
-from tfla_tk.bench.timing import Plan
+from tfla_tk.bench.shapes import Shape
+from tfla_tk.bench.timing import Plan, Timing
 
-PROVENANCE = {
-    "run": "run-a",
-    "gpu": "NVIDIA H200",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "nvcc": "13.0",
-    "commit": "abc",
-    "date": "2026-11-20T10:00:00Z",
-}
-
-
+PROVENANCE = {"run": "run-a", "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "nvcc": "13.0"}
+PROVENANCE |= {"commit": "abc", "date": "2026-11-20T10:00:00Z"}
 FORMS = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
 # gradients beside dq, dk and dv, by operator
-GATES = {
-    "mlstm_exp": ["di", "df"],
-    "mlstm_sig": ["di", "df"],
-    "simple_gla": ["dg"],
-    "retention": [],
-    "lightning": [],
-    "gla": ["dg"],
-    "delta_rule": ["dbeta"],
-    "gated_delta_rule": ["dg", "dbeta"],
-    "kda": ["dg", "dbeta"],
-}
+GATES = {"mlstm_exp": ["di", "df"], "mlstm_sig": ["di", "df"], "simple_gla": ["dg"], "retention": []}
+GATES |= {"lightning": [], "gla": ["dg"], "delta_rule": ["dbeta"]}
+GATES |= {op: ["dg", "dbeta"] for op in ("gated_delta_rule", "kda")}
+Result = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class Ran(NamedTuple):
@@ -78,6 +65,33 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
+@pytest.fixture
+def break_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Result]], None]:
+    """Every backend of mLSTMexp becomes a function of its name and of the inputs: (h, states)."""
+
+    def patch(distort: Callable[..., Result]) -> None:
+        def broken(*operands: Tensor, backend: str, return_last_states: bool = False, **more: Tensor) -> Any:
+            h, state = distort(backend, dict(zip("qkvif", operands, strict=True)) | more)
+            return (h, state) if return_last_states else h
+
+        monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", broken)
+
+    return patch
+
+
+def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
+    result: Result = reference.mlstm_chunkwise(**tensors, return_last_states=True)
+    return result
+
+
+def refuse(backend: str, tensors: dict[str, Tensor]) -> Result:
+    raise UnsupportedError("mlstm_chunkwise", "the kernels have no backward yet", "use the reference")
+
+
+def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
+    raise RuntimeError("illegal memory access\nsecond line")
+
+
 @dataclass
 class FakeStopwatch:
     """Runs the steps, tells scripted times: `times[name]` in ms, where the step puts its name in `ran`."""
@@ -109,38 +123,16 @@ def stopwatch() -> FakeStopwatch:
 
 @pytest.fixture
 def settings(stopwatch: FakeStopwatch) -> Settings:
-    return Settings(
-        device=torch.device("cpu"),
-        dtype="fp32",
-        layout="bnsd",
-        forget_bias=FORGET_BIAS,
-        seed=0,
-        plan=Plan(repeats=5, budget_ms=1000),
-        stopwatch=stopwatch,
-        provenance=PROVENANCE,
-    )
+    plan = Plan(repeats=5, budget_ms=1000)
+    return Settings(torch.device("cpu"), "fp32", "bnsd", FORGET_BIAS, 0, plan, stopwatch, PROVENANCE)
 
 
 @pytest.fixture
 def make_row() -> Callable[..., Row]:
     def make(backend: str = "tk", ms: float = 0.5, **changes: Any) -> Row:
-        row: Row = {
-            "op": "mlstm_exp",
-            "shape": {"B": 8, "T": 8192, "H": 16, "K": 128, "V": 256},
-            "pass": "fwd",
-            "backend": backend,
-            "schedule": None,
-            "dtype": "bf16",
-            "ms": ms,
-            "ms_p20": ms,
-            "ms_p80": ms,
-            "tflops": 377.0,
-            "gbps": 3246.0,
-            "roofline": 0.76,
-            "peak_mem_mb": 512.0,
-            "rel_err": {"h": 2.3e-3},
-            **PROVENANCE,
-        }
-        return {**row, **changes}
+        figures: dict[str, Any] = {"tflops": 377.0, "gbps": 3246.0, "roofline": 0.76, "peak_mem_mb": 512.0}
+        shape, times = Shape(8, 8192, 16, 128, 256), Timing(ms, ms, ms, 30)
+        figures |= {"rel_err": {"h": 2.3e-3}, **PROVENANCE}
+        return new_row("mlstm_exp", shape, "fwd", backend, "bf16", times, **figures) | changes
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -39,12 +40,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[forward.Options]:
 def test_both_kernels_are_checked_timed_and_written(launched, command) -> None:
     status, rows, out, _ = command("ablation", "--commit", "abc")
     assert status == 0
-    assert [(row["op"], row["shape"]["T"], row["schedule"]) for row in rows] == [
-        (op, t, s)
-        for op in ("mlstm_exp", "mlstm_sig")
-        for t in (96, 64)
-        for s in ("sequential", "overlapped")
-    ]
+    expected = itertools.product(("mlstm_exp", "mlstm_sig"), (96, 64), ("sequential", "overlapped"))
+    assert [(row["op"], row["shape"]["T"], row["schedule"]) for row in rows] == list(expected)
     assert {(row["pass"], row["backend"], row["commit"]) for row in rows} == {("fwd", "tk", "abc")}
     assert len({row["run"] for row in rows}) == 1 and max(row["rel_err"]["h"] for row in rows) < 1e-5
     assert {(x.sigmoid_gate, x.normalize, x.sequential) for x in launched} == {

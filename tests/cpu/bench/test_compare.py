@@ -10,21 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import tfla_tk
-from tfla_tk import UnsupportedError, mlstm_chunkwise, reference
 from tfla_tk.bench import accuracy, compare, environment, results
 from tfla_tk.bench.shapes import parse_shapes
 from tfla_tk.build import BuildError
 from tfla_tk.cli import main
 
-from .conftest import FORMS, GATES
+from .conftest import FORMS, GATES, crash, exact, refuse
 
 EXP = ("compare", "--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick")
-
-
-def patch_backend(monkeypatch: pytest.MonkeyPatch, function) -> None:
-    """Every backend of mLSTMexp computes this function of its name and the inputs."""
-    monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", lambda *x, backend, **y: function(backend, *x, **y))
 
 
 @pytest.mark.slow
@@ -57,35 +50,37 @@ def test_packed_sequences_and_more_value_heads(command, op: str) -> None:
     assert rows[0]["shape"] == {"B": 1, "T": 60, "H": 2, "K": 16, "V": 32, "N": 7, **value_heads}
 
 
-def test_inputs_reach_every_backend_and_are_told(monkeypatch, command) -> None:
+def test_inputs_reach_every_backend_and_are_told(break_backends, command) -> None:
     means: list[float] = []
 
-    def spy(backend, *tensors):
-        assert not any(x.is_contiguous() or not x.transpose(1, 2).is_contiguous() for x in tensors[:3])
-        means.append(tensors[4].mean().item())
-        return reference.mlstm_chunkwise(*tensors)
+    def spy(backend, tensors):
+        assert all(
+            tensors[x].transpose(1, 2).is_contiguous() and not tensors[x].is_contiguous() for x in "qkv"
+        )
+        means.append(tensors["f"].mean().item())
+        return exact(backend, tensors)
 
-    patch_backend(monkeypatch, spy)
+    break_backends(spy)
     options = ("--op", "mlstm_exp", "--shapes", "1x64x4x16x16", "--quick")
     status, rows, out, _ = command("compare", *options, "--layout", "bsnd", "--forget-bias", "-1.5")
     assert status == 0 and len(means) > 3 and all(abs(mean + 1.5) < 0.5 for mean in means)
     assert {(row["layout"], row["forget_bias"]) for row in rows} == {("bsnd", -1.5)}
     assert "fp32, layout bsnd, forget bias -1.5; run" in out
-    monkeypatch.undo()
+    break_backends(exact)
     status, rows, out, _ = command(*EXP, "--backends", "reference:chunkwise")
     assert not {"layout", "forget_bias"} & rows[0].keys() and "fp32; run" in out
 
 
-def test_packed_sequences_are_checked_each_for_itself(monkeypatch, command) -> None:
+def test_packed_sequences_are_checked_each_for_itself(break_backends, command) -> None:
     """The backends get the offsets; one that takes all sequences for one is wrong from the second on."""
     given: list[list[int]] = []
 
-    def spy(backend, *tensors, cu_seqlens):
-        given.append(cu_seqlens.tolist())
-        offsets = {} if backend == "reference:parallel" else {"cu_seqlens": cu_seqlens}
-        return mlstm_chunkwise(*tensors, **offsets, backend=backend)
+    def spy(backend, tensors):
+        given.append(tensors["cu_seqlens"].tolist())
+        dropped = {"cu_seqlens"} if backend == "reference:parallel" else {}
+        return exact(backend, {name: x for name, x in tensors.items() if name not in dropped})
 
-    patch_backend(monkeypatch, spy)
+    break_backends(spy)
     status, rows, out, _ = command(*EXP[:3], "--shapes", "1x64x1x16x16xN5", "--quick")
     lengths = parse_shapes("1x64x1x16x16xN5")[0].lengths()
     assert given[0] == [0, *itertools.accumulate(lengths)] and all(x == given[0] for x in given)
@@ -134,34 +129,23 @@ def test_a_contest_without_a_truth_fails_and_the_others_go_on(monkeypatch, comma
     assert "reference:chunkwise: FAILED: inputs or fp64 reference: MemoryError: no room" in out
 
 
-def right(backend, *tensors):
-    return reference.mlstm_chunkwise(*tensors)
+def wrong(backend, tensors):
+    h, state = exact(backend, tensors)
+    return 2 * h, state
 
 
-def wrong(backend, *tensors):
-    return 2 * right(backend, *tensors)
-
-
-def crash(backend, *tensors):
-    raise RuntimeError("illegal memory access\nsecond line")
-
-
-def not_built(backend, *tensors):
+def not_built(backend, tensors):
     raise BuildError("toy: the compiler fails\ntoy.cu(1): error: what is this", "do that")
 
 
-def refuse(backend, *tensors):
-    raise UnsupportedError("mlstm_chunkwise", "no GPU")
-
-
-def serve_one(backend, *tensors):
-    return right(backend, *tensors) if backend == "triton:xl_chunk_128" else refuse(backend)
+def serve_one(backend, tensors):
+    return (exact if backend == "triton:xl_chunk_128" else refuse)(backend, tensors)
 
 
 @pytest.mark.parametrize(
     ("backend", "backends", "status", "told"),
     [
-        (right, "tk", 0, ""),
+        (exact, "tk", 0, ""),
         (wrong, "tk", 1, "tk: FAILED: error against fp64: h 1.0e+00 > 1.0e-04"),
         (wrong, "reference", 1, "reference:chunkwise: FAILED: error against fp64: h 1.0e+00 > 1.0e-04"),
         (crash, "tk", 1, "tk: FAILED: RuntimeError: illegal memory access\n"),
@@ -171,19 +155,19 @@ def serve_one(backend, *tensors):
         (wrong, "triton:xl_chunk_64", 1, "FAILED"),
         (crash, "triton", 0, "FAILED"),
         # what cannot serve counts where it was named, a family where none of its variants serves
-        (refuse, "tk", 1, "tk: unsupported: no GPU"),
+        (refuse, "tk", 1, "tk: unsupported: the kernels have no backward yet"),
         (refuse, "triton:xl_chunk_64", 1, "unsupported"),
         (refuse, "triton", 1, "unsupported"),
-        (serve_one, "triton", 0, "triton:xl_chunk_64: unsupported: no GPU"),
+        (serve_one, "triton", 0, "triton:xl_chunk_64: unsupported: the"),
     ],
 )
-def test_exit_status(monkeypatch, command, tmp_path: Path, backend, backends, status, told) -> None:
-    patch_backend(monkeypatch, backend)
+def test_exit_status(break_backends, command, tmp_path: Path, backend, backends, status, told) -> None:
+    break_backends(backend)
     plot = tmp_path / "rows.svg"
     ran = command(*EXP, "--backends", backends, "--plot", str(plot))
     assert ran.status == status and told in ran.out
     # what failed has no row, and nothing is drawn of nothing
-    assert (ran.rows != []) == plot.exists() == (backend in (right, serve_one))
+    assert (ran.rows != []) == plot.exists() == (backend in (exact, serve_one))
 
 
 def test_update_results_refuses_what_is_not_fit_for_the_record(monkeypatch, command) -> None:

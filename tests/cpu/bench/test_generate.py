@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, command) -> None:
 def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, command) -> None:
     """A model that the kernels do not serve, and one that raises."""
 
-    def broken(sizes: generate.Sizes) -> None:
+    def broken(sizes: Any) -> None:
         raise ValueError("no such model")
 
     with monkeypatch.context() as patch:

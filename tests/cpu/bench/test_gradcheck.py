@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,36 +9,15 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import UnsupportedError, reference
 from tfla_tk.bench import accuracy
 from tfla_tk.bench.gradcheck import CASES, DEFAULT_CASES, PROBLEMS, cases_of, make_case
-from tfla_tk.bench.operators import OPERATORS, Operator
+from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.shapes import Shape
 
-from .conftest import FORMS, GATES
+from .conftest import FORMS, GATES, Result, crash, exact, refuse
 
 CPU = torch.device("cpu")
 EXP = ("gradcheck", "--op", "mlstm_exp", "--shapes", "1x40x2x16x16")
-Result = tuple[Tensor, tuple[Tensor, ...]]
-
-
-@pytest.fixture
-def break_backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Result]], None]:
-    """Every backend of mLSTMexp becomes a function of its name and of the inputs: (h, states)."""
-
-    def patch(distort: Callable[..., Result]) -> None:
-        def broken(*operands: Tensor, backend: str, return_last_states: bool = False, **more: Tensor) -> Any:
-            h, state = distort(backend, dict(zip("qkvif", operands, strict=True)) | more)
-            return (h, state) if return_last_states else h
-
-        monkeypatch.setattr(tfla_tk, "mlstm_chunkwise", broken)
-
-    return patch
-
-
-def exact(backend: str, tensors: dict[str, Tensor]) -> Result:
-    result: Result = reference.mlstm_chunkwise(**tensors, return_last_states=True)
-    return result
 
 
 def scaled_forget_gate_gradient(backend: str, tensors: dict[str, Tensor]) -> Result:
@@ -66,16 +44,8 @@ def not_finite(backend: str, tensors: dict[str, Tensor]) -> Result:
     return h + (0 * tensors["q"].sum()).sqrt(), state
 
 
-def refuse(backend: str, tensors: dict[str, Tensor]) -> Result:
-    raise UnsupportedError("mlstm_chunkwise", "the kernels have no backward yet", "use the reference")
-
-
 def refuse_states(backend: str, tensors: dict[str, Tensor]) -> Result:
     return refuse(backend, tensors) if "c_initial" in tensors else exact(backend, tensors)
-
-
-def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
-    raise RuntimeError("illegal memory access\nsecond line")
 
 
 @pytest.mark.parametrize("op", GATES)
@@ -184,27 +154,6 @@ def test_the_gate_parameters_are_checked(monkeypatch, command) -> None:
     assert status == 1 and len(failed) == 1 and "dA_log 2.0e-02" in failed[0] and "dt_bias" not in failed[0]
 
 
-def parallel_of(operator: Operator, heads: int) -> Callable[..., Any]:
-    """The parallel form of the reference in fp64, of raw inputs where the options say so."""
-    options = dict(operator.options)
-    if operator.decay is not None:
-        options["g_gamma"] = operator.decay(heads)
-    if operator.name not in ("gated_delta_rule", "kda"):
-        name = operator.truth.__name__.replace("chunkwise", "parallel")
-        return lambda **arguments: getattr(reference, name)(**arguments, **options)
-
-    def function(*, q, k, g, beta, A_log=None, dt_bias=None, **arguments: Any) -> Any:
-        if options.get("use_gate_in_kernel"):
-            rate = A_log.exp().view(-1, *[1] * (g.dim() - 3))
-            g = -rate * torch.nn.functional.softplus(g + dt_bias.view(g.shape[2:]))
-        if options.get("use_qk_l2norm_in_kernel"):
-            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-            beta = 2 * torch.sigmoid(beta)
-        return reference.gated_delta_rule_parallel(q=q, k=k, g=g, beta=beta, **arguments)
-
-    return function
-
-
 @pytest.mark.parametrize("operator", [one for each in PROBLEMS.values() for one in each])
 def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> None:
     """By the recurrent form, or the chunkwise one where that takes too much memory."""
@@ -213,7 +162,8 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, operator) -> Non
     tensors, cotangents = make_case(operator, shape, case, CPU, "fp32", 3)
     given = {"kind": accuracy.AS_GIVEN, "recurrent": True}
     leaves = {name: x.double().requires_grad_(name not in operator.constants) for name, x in tensors.items()}
-    output, state = parallel_of(operator, 2)(**leaves, **{operator.last: True})
+    decay = {} if operator.decay is None else {"g_gamma": operator.decay(2)}
+    output, state = operator.recurrent(**leaves, **operator.options, **decay, **{operator.last: True})
     results = [output, *([state] if isinstance(state, Tensor) else state)][: len(cotangents)]
     wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
     grads = torch.autograd.grad(results, list(wanted.values()), [x.double() for x in cotangents.values()])

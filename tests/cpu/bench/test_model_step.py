@@ -33,14 +33,9 @@ def with_xlstm() -> Iterator[None]:
     xlstm.unregister()
 
 
-@pytest.fixture
-def make_task() -> Callable[..., Task]:
-    def make(phase: str = "decode", **changes: Any) -> Task:
-        sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "length": 64, "repeats": 2}
-        given = {"variants": (OURS, THEIRS), "batches": (1,), "tokens": 3}
-        return Task(phase, **{**sizes, **given, **changes})
-
-    return make
+def make_task(phase: str = "decode", **changes: Any) -> Task:
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "length": 64, "repeats": 2}
+    return Task(phase, **{**sizes, "variants": (OURS, THEIRS), "batches": (1,), "tokens": 3, **changes})
 
 
 def test_the_command_at_toy_size(monkeypatch, command) -> None:
@@ -65,19 +60,18 @@ def test_the_command_at_toy_size(monkeypatch, command) -> None:
 
 
 @pytest.mark.parametrize("phase", ["train", "prefill", "decode"])
-def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, phase: str) -> None:
+def test_each_phase_runs_every_variant_on_its_kernels(monkeypatch, phase: str) -> None:
     """Once to warm up and once a round, in turn."""
     called: list[str] = []
 
     def spied(function: Callable[..., Any], label: str) -> Callable[..., Any]:
         return lambda *x, **y: (called.append(label), function(*x, **y))[1]
 
-    step = phase == "decode"
-    native = importlib.import_module(f"mlstm_kernels.torch.{'recurrent' if step else 'chunkwise'}")
-    registry = native.registry_step if step else native.registry
-    key = "native" if step else "native_autograd"
+    native = importlib.import_module("mlstm_kernels.torch")
+    registry, key, ours = native.chunkwise.registry, "native_autograd", "chunkwise"
+    if phase == "decode":
+        registry, key, ours = native.recurrent.registry_step, "native", "step"
     monkeypatch.setitem(registry, key, spied(registry[key], THEIRS))
-    ours = "step" if step else "chunkwise"
     monkeypatch.setattr(kernels, ours, spied(getattr(kernels, ours), OURS))
     _, outcomes = perform(make_task(phase))
     assert [outcome.variant for outcome in outcomes] == [OURS, THEIRS]
@@ -89,11 +83,11 @@ def test_each_phase_runs_every_variant_on_its_kernels(make_task, monkeypatch, ph
     assert called == [name for _ in range(3) for name in (OURS, THEIRS) for _ in range(layers)]
 
 
-def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch) -> None:
+def test_a_training_step_is_that_of_the_model_as_a_whole(monkeypatch) -> None:
     """Blocks computed twice and the loss in pieces: the gradients of the plain forward pass."""
     task = make_task("train", length=96)
     tokens = task.random_tokens(2, task.length + 1)
-    plain, pieced = (model_phases.build(task, "train", torch.float32) for _ in range(2))
+    plain, (pieced, _) = model_phases.build(task, "train", torch.float32), model_phases.prepare(task)
     for model in (plain, pieced):
         model_phases.use(model, OURS)
     logits, _ = plain(tokens[:, :-1])
@@ -104,25 +98,24 @@ def test_a_training_step_is_that_of_the_model_as_a_whole(make_task, monkeypatch)
         def step(self) -> None:
             grads.extend(p.grad.clone() for p in pieced.parameters())
 
-    model_phases._training(task, pieced)
     monkeypatch.setattr(model_phases, "LOSS_TOKENS", 40)
     model_phases._training_step(pieced, Keep(pieced.parameters(), 0.1), tokens, autocast=False)
     for found, parameter in zip(grads, plain.parameters(), strict=True):
         torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_a_decoding_step_goes_on_from_its_state(make_task) -> None:
+def test_a_decoding_step_goes_on_from_its_state() -> None:
     """Equal to the model's own generation from the same token."""
     task = make_task()
     model = model_phases.build(task, "inference", torch.float32).eval()
-    step = model_phases._decode(task, model)(2)
+    step = model_phases.decoding_step(task, model, 2)
     expected, _ = model.generate(task.random_tokens(2, 1), 3)
     token = next(x.cell_contents for x in step.__wrapped__.__closure__ if isinstance(x.cell_contents, Tensor))
     found = [(step(), token.clone())[1] for _ in range(3)]
     assert torch.equal(torch.cat(found, dim=1), expected)
 
 
-def test_a_variant_that_raises_is_out_and_the_others_go_on(make_task, monkeypatch) -> None:
+def test_a_variant_that_raises_is_out_and_the_others_go_on(monkeypatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise UnsupportedError("mlstm_step", "no such state", "use another")
 
@@ -135,12 +128,12 @@ def test_a_variant_that_raises_is_out_and_the_others_go_on(make_task, monkeypatc
 
 
 @pytest.mark.parametrize(("fits", "tried"), [(2, [8, 4, 2]), (0, [8, 4, 2, 1])])
-def test_the_largest_batch_that_fits(make_task, monkeypatch, fits: int, tried: list[int]) -> None:
+def test_the_largest_batch_that_fits(monkeypatch, fits: int, tried: list[int]) -> None:
     seen: list[int] = []
 
     def measure(task: Task) -> list[Outcome]:
         seen.append(task.batches[0])
-        if task.batches[0] > fits:
+        if seen[-1] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory\nmore")
         return [Outcome(OURS)]
 
@@ -150,7 +143,7 @@ def test_the_largest_batch_that_fits(make_task, monkeypatch, fits: int, tried: l
     assert failures("train", outcomes) == [f"{OURS}: CUDA out of memory"] * (not fits)
 
 
-def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) -> None:
+def test_gates_of_the_chunked_triton_kernels_are_cast(monkeypatch) -> None:
     """Over 16-bit gates their compiler aborts; autocast would cast them back."""
     module = importlib.import_module("mlstm_kernels.torch.chunkwise")
     seen: list[tuple[Any, ...]] = []
@@ -167,7 +160,7 @@ def test_gates_of_the_chunked_triton_kernels_are_cast(make_task, monkeypatch) ->
     assert seen == [(torch.bfloat16, torch.float32, torch.float32, 128, False)]
 
 
-def test_agreement_finds_a_wrong_kernel(make_task, monkeypatch) -> None:
+def test_agreement_finds_a_wrong_kernel(monkeypatch) -> None:
     right = kernels.mlstm_chunkwise
 
     def wrong(q: Tensor, *args: Any, backend: str, **options: Any) -> Any:
@@ -187,11 +180,8 @@ def test_limits_come_from_the_noise_of_the_same_dtypes() -> None:
 
     def told(errors: dict[str, float]) -> list[str]:
         # that a baseline is off is no failure
-        found = [
-            Outcome(NOISE, errors=noise),
-            Outcome("tk", errors=errors),
-            Outcome(XL, errors={"train": 9.0}),
-        ]
+        of = {NOISE: noise, "tk": errors, XL: {"train": 9.0}}
+        found = [Outcome(variant, errors=own) for variant, own in of.items()]
         assert limits(found) == {"prefill": 2e-2, "decode": 5e-3, "train": pytest.approx(6e-2)}
         return failures(AGREEMENT, found)
 

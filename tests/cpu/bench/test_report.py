@@ -116,19 +116,15 @@ def test_steps_are_shown_by_token_and_layout(make_row) -> None:
     assert lines_of(rows, "GLA, one step") == [["B8 H16 128/256", "3.0", "50%", "2.00x", "2.5", "1.50x"]]
 
 
-def test_tables_show_the_latest_run_not_the_fastest(make_row) -> None:
+def test_the_ablation_is_of_one_run(make_row) -> None:
+    """The latest with both schedules; the other tables are of the latest run with a baseline."""
     later = {"run": "run-b", "date": "2026-11-21T10:00:00Z"}
-    rows = [
-        make_row("tk", 0.4, schedule="overlapped"),
-        make_row("tk", 0.45, schedule="sequential"),
-        make_row("tk", 0.5, **later),
-        make_row("triton:xl_chunk_128", 3.0, **later),
-    ]
+    rows = [make_row("tk", ms, schedule=s) for s, ms in (("overlapped", 0.4), ("sequential", 0.45))]
+    rows += [make_row("tk", 0.5, **later), make_row("triton:xl_chunk_128", 3.0, **later)]
     assert lines_of(rows, EXP)[0][1:3] == ["0.5", "6.00x"]
     times, _, schedules = readme.render(rows).partition(f"{OVERLAP}\n")
     assert "2026-11-21" in times and "2026-11-20" not in times
     assert "2026-11-20" in schedules and "2026-11-21" not in schedules
-    # both of one run, not of several; one alone says nothing
     fresh = [make_row("tk", ms, schedule=s, **later) for s, ms in (("sequential", 0.6), ("overlapped", 0.7))]
     assert lines_of([*rows, *fresh], OVERLAP)[0][1:] == ["0.6", "0.7"]
     assert lines_of([*rows, *fresh[:1]], OVERLAP)[0][1:] == ["0.45", "0.4"]

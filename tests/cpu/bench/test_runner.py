@@ -1,51 +1,31 @@
-"""One contest: what is checked, timed and told of each variant. Variants are functions of this test."""
+"""One contest: what is checked, timed and told of each variant."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from tfla_tk import UnsupportedError, reference
+from tfla_tk import UnsupportedError
 from tfla_tk.bench import results, runner, timing
-from tfla_tk.bench.operators import OPERATORS, Operator
+from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.runner import OK, Contest, run_contest
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.timing import Ceilings, Timing
 from tfla_tk.bench.variants import Variant
 
+from .conftest import Result, exact
+
 SHAPE = Shape(1, 64, 2, 16, 32)
 EXP = OPERATORS["mlstm_exp"]
-Backend = Callable[..., torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Faked(Operator):
-    """mLSTM whose backends are functions of this test."""
-
-    backends: dict[str, Backend] = dataclasses.field(default_factory=dict)
-
-    def call(self, backend: str, *tensors: torch.Tensor, **named: Any) -> torch.Tensor:
-        return self.backends[backend](*tensors)
-
-
-def contest(settings, which: str = "fwd", **backends: Backend) -> list[runner.Outcome]:
-    """The outcomes of backends, whose names have "__" for ":"."""
-    named = {name.replace("__", ":"): call for name, call in backends.items()}
-    operator = Faked(**vars(EXP), backends=named)
-    return run_contest(Contest(operator, which, SHAPE, list(map(Variant, named))), settings)
-
-
-def exact(*tensors: torch.Tensor) -> torch.Tensor:
-    return reference.mlstm_chunkwise(*tensors)
+VARIANTS = [Variant("tk"), Variant("triton:xl_chunk_64")]
 
 
 @pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
-def test_rows_are_valid_and_share_the_run(settings, which: str) -> None:
-    outcomes = contest(settings, which, tk=exact, triton__xl_chunk_64=exact)
+def test_rows_are_valid_and_share_the_run(settings, break_backends, which: str) -> None:
+    break_backends(exact)
+    outcomes = run_contest(Contest(EXP, which, SHAPE, VARIANTS), settings)
     names = ["h"] if which == "fwd" else ["h", "dq", "dk", "dv", "di", "df"]
     for outcome in outcomes:
         assert outcome.status == OK
@@ -57,18 +37,18 @@ def test_rows_are_valid_and_share_the_run(settings, which: str) -> None:
     assert ("orthogonal" in outcomes[1].row.get("note", "")) == (which == "fwdbwd")
 
 
-def test_a_step_accumulates_nothing_and_the_forward_records_no_graph() -> None:
+def test_a_step_accumulates_nothing_and_the_forward_records_no_graph(break_backends) -> None:
     inputs = EXP.inputs(SHAPE, torch.float32, torch.device("cpu"), "bnsd", 0, 3.0)
     recording: list[bool] = []
 
-    def spy(*tensors: torch.Tensor) -> torch.Tensor:
+    def spy(backend: str, tensors: dict[str, torch.Tensor]) -> Result:
         recording.append(torch.is_grad_enabled())
-        return exact(*tensors)
+        return exact(backend, tensors)
 
-    operator = Faked(**vars(EXP), backends={"tk": spy})
-    runner.make_step(operator, Variant("tk"), inputs, {})()
+    break_backends(spy)
+    runner.make_step(EXP, VARIANTS[0], inputs, {})()
     assert recording == [False]
-    step = runner.make_step(operator, Variant("tk"), inputs, {"h": torch.ones(1, 2, 64, 32)})
+    step = runner.make_step(EXP, VARIANTS[0], inputs, {"h": torch.ones(1, 2, 64, 32)})
     first, second = step(), step()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(tensor.requires_grad for tensor in inputs.values())
