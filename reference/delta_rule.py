@@ -21,33 +21,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, einsum
 
-from .common import States, described, full_precision, in_one_chunk, recomputed, scan_chunks, scan_tokens
+from .common import States, described, full_precision, other_form, recomputed, scan, scan_chunks
 from .decay import chunk_decay
 from .linear import run_linear
 
 R = TypeVar("R")
-
-
-@full_precision
-def gated_delta_rule_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule token by token: the specification of the operator.
-
-    Args:
-        g: [B, T, HV] natural-log decay, or [B, T, HV, K] per channel. beta: [B, T, HV] writing strength.
-        others, result and errors: as of :func:`simple_gla_recurrent`.
-    """
-    form = partial(scan_tokens, gated_delta_step)
-    return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
 @full_precision
@@ -71,11 +49,22 @@ def gated_delta_rule_chunkwise(
     torch.func it keeps them all.
     """
     chunk = recomputed(gated_delta_chunk) if g.dim() == q.dim() else gated_delta_chunk
-    form = partial(scan_chunks, chunk, chunk_size)
+    form = scan(gated_delta_step, chunk, chunk_size)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
-gated_delta_rule_parallel = in_one_chunk(
+gated_delta_rule_recurrent = other_form(
+    "recurrent",
+    gated_delta_rule_chunkwise,
+    """Gated delta rule token by token: the specification of the operator.
+
+    Args:
+        g: [B, T, HV] natural-log decay, or [B, T, HV, K] per channel. beta: [B, T, HV] writing strength.
+        others, result and errors: as of :func:`simple_gla_recurrent`.
+    """,
+)
+gated_delta_rule_parallel = other_form(
+    "parallel",
     gated_delta_rule_chunkwise,
     """Gated delta rule as one [T, T] triangular solve plus the term of the initial state.
 
@@ -105,6 +94,44 @@ delta_rule_chunkwise = _without_decay(
     gated_delta_rule_chunkwise,
     "Delta rule in chunks; arguments as in :func:`gated_delta_rule_chunkwise`, without decay.",
 )
+
+
+# those of KDA have g [B, T, HV, K]
+kda_recurrent, kda_chunkwise = gated_delta_rule_recurrent, gated_delta_rule_chunkwise
+kda_parallel = gated_delta_rule_parallel
+
+
+@full_precision
+def kda_with_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """:func:`kda_chunkwise` with the state that enters every chunk.
+
+    Returns:
+        (o, last state or None, states [B, NT, HV, K, V] of at least fp32). NT counts the chunks of a
+        sequence, or those of all packed sequences, one sequence after the other.
+    """
+    states: list[Tensor] = []
+
+    def chunk(*tokens_and_state: Tensor) -> tuple[Tensor, States]:
+        states.append(tokens_and_state[-1])
+        return gated_delta_chunk(*tokens_and_state)
+
+    form = partial(scan_chunks, chunk, chunk_size)
+    o, last = run_linear(form, q, k, v, (g, beta), scale, initial_state, True, cu_seqlens)
+    assert last is not None
+    none = last.new_empty(v.shape[0], 0, *last.shape[1:])
+    between = torch.stack(states, dim=1) if states else none
+    return o, last if output_final_state else None, between
 
 
 def gated_delta_step(

@@ -84,6 +84,9 @@ def gated_delta_rule_backward(
     return DeltaRuleGrads(*found)
 
 
+kda_backward = gated_delta_rule_backward
+
+
 def _chunk_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
 ) -> tuple[tuple[Any, ...], States]:

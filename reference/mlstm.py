@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, einsum
 from torch.nn.functional import logsigmoid
 
-from .common import full_precision, in_one_chunk, promote
+from .common import full_precision, is_by_token, other_form, promote
 from .mlstm_chunk import finite_stabiliser
 from .mlstm_forward import mlstm_by_token, mlstm_forward_terms
 
@@ -67,44 +67,6 @@ def mlstm_step(
 
 
 @full_precision
-def mlstm_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None = None,
-    n_initial: Tensor | None = None,
-    m_initial: Tensor | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, MLSTMState]:
-    """mLSTM token by token.
-
-    Args:
-        q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
-        i, f: [B, NH, S] gate pre-activations; -inf closes a gate.
-        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], -inf of an empty state. All
-            three or none (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        return_last_states: also return the state after the last token; of an empty one m is -inf, c and n
-            are zeros.
-        eps: added to the normaliser after the maximum.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-
-    Returns:
-        h [B, NH, S, V] in q's dtype, or (h, (c, n, m)) with states of at least fp32.
-
-    Raises:
-        ValueError: only some initial states, or ``cu_seqlens`` that does not fit.
-    """
-    step = partial(mlstm_step, eps=eps)
-    h, state = mlstm_by_token(step, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
-    return (h, state) if return_last_states else h
-
-
-@full_precision
 def mlstm_chunkwise(
     q: Tensor,
     k: Tensor,
@@ -125,13 +87,40 @@ def mlstm_chunkwise(
     Arguments, result and errors as in :func:`mlstm_recurrent`; ``chunk_size`` is any positive number of
     tokens and the last chunk may be shorter.
     """
+    if is_by_token(chunk_size):
+        initial = c_initial, n_initial, m_initial
+        h, state = mlstm_by_token(partial(mlstm_step, eps=eps), (q, k, v, i, f), initial, cu_seqlens)
+        return (h, state) if return_last_states else h
     out = mlstm_forward_terms(
         q, k, v, i, f, c_initial, n_initial, m_initial, eps, chunk_size, cu_seqlens=cu_seqlens
     )
     return (out.h, (out.c, out.n, out.m)) if return_last_states else out.h
 
 
-mlstm_parallel = in_one_chunk(
+mlstm_recurrent = other_form(
+    "recurrent",
+    mlstm_chunkwise,
+    """mLSTM token by token.
+
+    Args:
+        q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
+        i, f: [B, NH, S] gate pre-activations; -inf closes a gate.
+        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], -inf of an empty state. All
+            three or none (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        return_last_states: also return the state after the last token; of an empty one m is -inf, c and n
+            are zeros.
+        eps: added to the normaliser after the maximum.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+
+    Returns:
+        h [B, NH, S, V] in q's dtype, or (h, (c, n, m)) with states of at least fp32.
+
+    Raises:
+        ValueError: only some initial states, or ``cu_seqlens`` that does not fit.
+    """,
+)
+mlstm_parallel = other_form(
+    "parallel",
     mlstm_chunkwise,
     """mLSTM as one masked [S, S] product plus the term of the initial state.
 

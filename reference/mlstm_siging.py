@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, einsum
 
-from .common import full_precision, in_one_chunk, promote
+from .common import full_precision, is_by_token, other_form, promote
 from .mlstm_forward import mlstm_by_token, mlstm_forward_terms
 
 SigingState = tuple[Tensor, Tensor]
@@ -59,40 +59,6 @@ def mlstm_siging_step(
 
 
 @full_precision
-def mlstm_siging_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None = None,
-    n_initial: Tensor | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    normalize: bool = True,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, SigingState]:
-    """mLSTMsig token by token.
-
-    Args:
-        c_initial, n_initial: both or none (zeros); n_initial is ignored if ``normalize`` is False.
-        normalize: divide by the normaliser.
-        others and errors: as of :func:`~.mlstm.mlstm_recurrent`.
-
-    Returns:
-        h [B, NH, S, V] in q's dtype, or (h, (c, n)) with states of at least fp32; n is zeros if ``normalize``
-        is False.
-    """
-    step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
-    initial = c_initial, n_initial, None
-    h, (c, n) = mlstm_by_token(
-        step, (q, k, v, i, f), initial, cu_seqlens, sigmoid_gate=True, normalize=normalize
-    )
-    return (h, (c, n)) if return_last_states else h
-
-
-@full_precision
 def mlstm_siging_chunkwise(
     q: Tensor,
     k: Tensor,
@@ -113,6 +79,11 @@ def mlstm_siging_chunkwise(
     Arguments, result and errors as in :func:`mlstm_siging_recurrent`; ``chunk_size`` is any positive number
     of tokens and the last chunk may be shorter.
     """
+    if is_by_token(chunk_size):
+        step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
+        given, options = (c_initial, n_initial, None), {"sigmoid_gate": True, "normalize": normalize}
+        h, state = mlstm_by_token(step, (q, k, v, i, f), given, cu_seqlens, **options)
+        return (h, state) if return_last_states else h
     out = mlstm_forward_terms(
         q, k, v, i, f, c_initial, n_initial, None, eps, chunk_size,
         sigmoid_gate=True, normalize=normalize, cu_seqlens=cu_seqlens,
@@ -120,7 +91,23 @@ def mlstm_siging_chunkwise(
     return (out.h, (out.c, out.n)) if return_last_states else out.h
 
 
-mlstm_siging_parallel = in_one_chunk(
+mlstm_siging_recurrent = other_form(
+    "recurrent",
+    mlstm_siging_chunkwise,
+    """mLSTMsig token by token.
+
+    Args:
+        c_initial, n_initial: both or none (zeros); n_initial is ignored if ``normalize`` is False.
+        normalize: divide by the normaliser.
+        others and errors: as of :func:`~.mlstm.mlstm_recurrent`.
+
+    Returns:
+        h [B, NH, S, V] in q's dtype, or (h, (c, n)) with states of at least fp32; n is zeros if ``normalize``
+        is False.
+    """,
+)
+mlstm_siging_parallel = other_form(
+    "parallel",
     mlstm_siging_chunkwise,
     """mLSTMsig as one masked [S, S] product plus the term of the initial state.
 
