@@ -25,7 +25,7 @@ from .common import States, described, full_precision, other_form, recomputed, s
 from .decay import chunk_decay
 from .linear import run_linear
 
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 
 @full_precision
@@ -73,10 +73,10 @@ gated_delta_rule_parallel = other_form(
 )
 
 
-def _without_decay(gated: Callable[..., R], doc: str) -> Callable[..., R]:
+def _without_decay(gated: Callable[..., _R], doc: str) -> Callable[..., _R]:
     """A form of the delta rule from that of the gated one, whose arguments it has but for g."""
 
-    def form(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> R:
+    def form(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> _R:
         return gated(q, k, v, torch.zeros_like(beta), beta, *args, **kwargs)
 
     return described(form, gated, ("gated_", ""), "g", doc)

@@ -27,14 +27,14 @@ from torch import Tensor
 from . import simple_gla
 from .common import described
 
-R = TypeVar("R")
+_R = TypeVar("_R")
 
 
-def _of_channels(form: Callable[..., R], doc: str, g_gamma: tuple[None, ...] = (None,)) -> Callable[..., R]:
+def _of_channels(form: Callable[..., _R], doc: str, g_gamma: tuple[None, ...] = (None,)) -> Callable[..., _R]:
     """A form of GLA from that of simple GLA, which takes a decay per channel as g, too. g_gamma: what is in
     its place behind g."""
 
-    def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> R:
+    def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> _R:
         return form(q, k, v, g, *g_gamma, *args, **kwargs)
 
     return described(gla, form, ("simple_", ""), "g_gamma", doc)

@@ -26,8 +26,7 @@ from torch import Tensor, einsum
 from torch.nn.functional import logsigmoid
 
 from .common import full_precision, is_by_token, other_form, promote
-from .mlstm_chunk import finite_stabiliser
-from .mlstm_forward import mlstm_by_token, mlstm_forward_terms
+from .mlstm_forward import finite_stabiliser, mlstm_by_token, mlstm_forward_terms
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 

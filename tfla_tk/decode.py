@@ -65,8 +65,7 @@ def mlstm_step(
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
     options = (False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _step.serve("mlstm_step", (q, k, v, i, f, c, n, m), options)
-    return h, (c, n, m)
+    return _step.serve("mlstm_step", (q, k, v, i, f, c, n, m), options)
 
 
 @operator
@@ -97,8 +96,7 @@ def mlstm_siging_step(
         h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors unless `inplace`.
     """
     options = (True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _step.serve("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
-    return h, (c, n)
+    return _step.serve("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
 
 
 @operator
@@ -140,8 +138,7 @@ def mlstm_sequence(
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
     options = (False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
-    return h, (c, n, m)
+    return _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
 
 
 @operator
@@ -172,8 +169,7 @@ def mlstm_siging_sequence(
         `inplace`.
     """
     options = (True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _sequence.serve("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
-    return h, (c, n)
+    return _sequence.serve("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
 
 
 def is_sequence_on_tk(

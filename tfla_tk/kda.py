@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.kda import check_kda
+from tfla_tk.calls.delta_rule import check_kda
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import delta_rule, gla, kda, simple_gla
-from tfla_tk.calls.delta_rule import check_delta_rule
-from tfla_tk.calls.gla import check_gla
-from tfla_tk.calls.kda import check_kda
-from tfla_tk.calls.linear import LinearCall, check_simple_gla
+from tfla_tk.calls.delta_rule import check_delta_rule, check_kda
+from tfla_tk.calls.linear import LinearCall, check_gla, check_simple_gla
 from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
 from tfla_tk.core.checks import fail, shown
 from tfla_tk.core.dispatch import operator

@@ -14,9 +14,9 @@ import torch
 
 from tfla_tk.backends.registry import family_module
 from tfla_tk.core import dispatch
-from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
 from tfla_tk.core.memo import CallMemo
+from tfla_tk.core.support import Call
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
 
@@ -77,9 +77,8 @@ class CallPath:
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
         call = self._check(**arguments)
-        if isinstance(backend, dispatch.Described):
-            backend.kernel, backend.call = self.name, call
-            raise backend
+        if backend is dispatch.DESCRIBE:
+            raise dispatch.Described(self.name, call)
         if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
             self._warn_of_swapped(op, call, arguments)
         name, variant = dispatch.choose(op, self.name, call, backend)

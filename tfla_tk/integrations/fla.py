@@ -468,7 +468,6 @@ def _by(name: str, backend: str, reason: str, call: Callable[[], Any]) -> Any:
 
 
 def _record(name: str, backend: str, reason: str) -> None:
-    """Keep what has served a call."""
     global _last
     if not torch.compiler.is_compiling():
         _last = Path(name, backend, reason)

@@ -6,8 +6,7 @@ tfla_tk::gla_fwd takes a `GLACore` and output_final_state.
 from collections.abc import Sequence
 from typing import Any
 
-from tfla_tk.calls.gla import GLACore
-from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.linear import GLACore, LinearCall
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form

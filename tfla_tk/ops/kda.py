@@ -9,11 +9,10 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from tfla_tk.calls.kda import KDACall, KDACore
+from tfla_tk.calls.delta_rule import KDACall, KDACore
 from tfla_tk.core.layout import state_dtype
 from tfla_tk.ops import delta_rule
-from tfla_tk.ops.head_dims import STEP, as_asked
-from tfla_tk.ops.linear import LinearOps
+from tfla_tk.ops.linear import STEP, LinearOps, as_asked
 
 
 class KDAOps(LinearOps):

@@ -58,7 +58,6 @@ class KeepingOps:
         return q.device.type == "cuda" and torch.cuda.is_available()
 
     def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of <name>_bwd."""
         return *args[: self._place], *args[self._place + 2 :]
 
     def _define(self) -> None:

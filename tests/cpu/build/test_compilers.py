@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tfla_tk import build, env
-from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.instances import gla_segments
+from tfla_tk.build.toolchain import find_tool
 
 from ... import compilers
 

@@ -12,7 +12,7 @@ import torch
 
 import tfla_tk
 from tfla_tk import delta_rule, gla, kda, simple_gla
-from tfla_tk.backends.reference import linear as reference_backend
+from tfla_tk.backends.reference import forms as reference_backend
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support

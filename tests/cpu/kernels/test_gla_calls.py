@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import launch, support
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.backends.tk.channel_gate import call as support
+from tfla_tk.backends.tk.channel_gate import launch
+from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import Cut
 from tfla_tk.core.support import SUPPORTED
 

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 from tfla_tk.backends.tk import device, recurrent
-from tfla_tk.backends.tk.channel_gate import support as gla_support
+from tfla_tk.backends.tk.channel_gate import call as gla_support
 from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
-from tfla_tk.backends.tk.kda import support as kda_support
+from tfla_tk.backends.tk.kda import call as kda_support
 from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
-from tfla_tk.calls.delta_rule import DeltaRuleCall
-from tfla_tk.calls.kda import KDACall
+from tfla_tk.calls.delta_rule import DeltaRuleCall, KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.memo import is_plain
 from tfla_tk.core.support import SUPPORTED, Support
@@ -61,7 +60,6 @@ supports_kda, kda, prepare_kda = _with_steps("kda", kda_support.supports_kda, kd
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """`device.load` of a call that is supported, for its gradients too."""
     if call.is_empty:
         return SUPPORTED
     if recurrent.serves(call):

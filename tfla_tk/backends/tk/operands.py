@@ -33,7 +33,6 @@ def memory_rate(device: int) -> float:
 
 
 def current_stream(device: int) -> int:
-    """The raw handle of the device's current stream."""
     return _raw_stream(device)
 
 
@@ -44,7 +43,6 @@ _raw_stream: Callable[[int], int] = getattr(
 
 
 def pointer(x: Tensor | None) -> int:
-    """Address of the data; 0 where there is none."""
     return 0 if x is None else x.data_ptr()
 
 
@@ -102,7 +100,6 @@ def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTenso
 
 
 def strides(*tensors: MaybeTensor) -> tuple[Any, ...]:
-    """Of tensors; None for none."""
     return tuple(None if x is None else x.stride() for x in tensors)
 
 

@@ -19,6 +19,7 @@ from tfla_tk.backends.tk.operands import (
     laid_out,
 )
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, DTYPES, Cut, Kept, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
 
 # what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
@@ -46,10 +47,10 @@ class Sizes(NamedTuple):
     batch_invariant: bool = False
     decays: bool = True  # has gates
     trains: bool = False  # a backward, or a forward that keeps what one reads
+    walks_cut: Cut | None = None  # of all walks, where they have the same
 
     @classmethod
     def of(cls, core: Any, *, trains: bool = False) -> Any:
-        """Of a family's call."""
         q, v, offsets = core.q, core.v, core.cu_seqlens
         batch, seq, heads, dim_v = v.shape
         return cls(
@@ -77,20 +78,28 @@ class Sizes(NamedTuple):
 
     def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
         """As the kernels take them, with the address of the offsets, 0 for none, and a cut."""
-        return (address, self.packed_64bit, self.sequences, *(cut or self.uncut), *self[2:10])
+        chosen = cut or self.walks_cut or self.uncut
+        return (address, self.packed_64bit, self.sequences, *chosen, *self.of_tensors)
+
+    @property
+    def of_tensors(self) -> tuple[int, ...]:
+        """What the kernels are told behind a cut."""
+        sizes = self.batch, self.heads, self.seq, self.dim_k, self.dim_v
+        return *sizes, self.group, self.half, self.device
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of the states before and after."""
         return self.sequences, self.heads, self.dim_k, self.dim_v
 
 
-def readable(core: Any, operands: Sequence[str] = ("q", "k", "v")) -> Any:
+def readable(
+    core: Any, operands: Sequence[str] = ("q", "k", "v"), states: Sequence[str] = ("initial_state",)
+) -> Any:
     """The call of a family itself where the kernels can take its tensors as they lie, else with copies."""
     offsets = core.cu_seqlens
     read = core._replace(
         **{name: as_operand(getattr(core, name)) for name in operands},
-        initial_state=as_state(core.initial_state),
+        **{name: as_state(getattr(core, name)) for name in states},
         cu_seqlens=None if offsets is None else offsets.contiguous(),
     )
     return core if are_same(read, core) else read
@@ -100,6 +109,37 @@ def layout_of(core: Any) -> Any:
     """All that the launches of a call depend on but for addresses."""
     count = core._fields.index("cu_seqlens") + 1
     return laid_out(core.q, core.v, core.cu_seqlens, *core[:count]), core[count:]
+
+
+class Forwards:
+    """The forwards of a family, each for calls whose tensors lie alike, by what their launches depend on.
+
+    Args:
+        make: `Forward` of a core that is as `readable` leaves it, of output_final_state and keep: a function
+            of the core's tensors. It has to look at their addresses, which may be odd.
+        operands: of the core, which a TMA descriptor has to address.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], operands: Sequence[str]) -> None:
+        self._make, self._operands = make, operands
+        self._known: Memo[Callable[..., Any]] = Memo()
+        self.clear = self._known.clear
+
+    def run(self, core: Any, *, output_final_state: bool, keep: bool) -> Any:
+        """The forward of a call; tensors that the kernels cannot read are copied."""
+        read = readable(core, self._operands)
+        options = {"output_final_state": output_final_state, "keep": keep}
+        key = output_final_state, keep, layout_of(read)
+        forward = self._known.of(key, lambda: self._make(read, **options))
+        return forward(*read[: core._fields.index("cu_seqlens") + 1])
+
+    def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
+        """`run` of the tensors of all calls whose tensors lie like these."""
+        options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
+        if readable(core, self._operands) is core:
+            return self._make(core, **options)
+        others = core[core._fields.index("cu_seqlens") + 1 :]
+        return lambda *tensors: self.run(core._make((*tensors, *others)), **options)
 
 
 def left_for(kept: Kept | None, layout: tuple[int, ...], forward: Callable[[], Kept | None]) -> Tensor:
@@ -142,10 +182,10 @@ def aligned(size: int) -> int:
 
 
 class Scratch:
-    """Places in one allocation, of what kernels of a call leave for others. bytes: of the allocation."""
+    """Places in one allocation, at a prepared address, of what kernels of a call leave for others. bytes: of
+    the allocation."""
 
     def __init__(self, address: int) -> None:
-        """Args: address: the prepared one of the allocation."""
         self._address = address
         self.bytes = 0
 
@@ -186,7 +226,6 @@ class Result(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether the kernels write the result itself."""
         return self.written is self.result
 
     def filled(self) -> Tensor:

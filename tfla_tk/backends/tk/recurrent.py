@@ -38,7 +38,6 @@ def supports(call: LinearCall, variant: str | None) -> Support:
 
 
 def load(call: LinearCall) -> Support:
-    """Load the kernels of a call that is supported, and compile what the cache lacks."""
     return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
 
 

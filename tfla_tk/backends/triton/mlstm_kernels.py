@@ -7,8 +7,7 @@ it takes the call's chunk_size. Plain "triton" is `default_variant`.
 import importlib
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ _CHUNK_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One mLSTM kernel family of mlstm_kernels and the chunk sizes worth timing."""
 
     module: str
@@ -113,28 +111,15 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
         inexact = "its gradients leave out the normaliser: exact only where a scale-invariant norm follows h"
     elif call.requires_grad and call.return_last_states:
         inexact = "its forget gate gradient leaves out the last state"
-    return (
-        Support(True, inexact, "name the backend to use it nevertheless", auto=False)
-        if inexact
-        else SUPPORTED
-    )
+    remedy = "name the backend to use it nevertheless"
+    return Support(True, inexact, remedy, auto=False) if inexact else SUPPORTED
 
 
-def mlstm(
-    call: MLSTMCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None,
-    n_initial: Tensor | None,
-    m_initial: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
-    cu_seqlens is None: `supports_mlstm` refuses variable length."""
+    tensors: q, k, v, i, f, c_initial, n_initial, m_initial, and cu_seqlens, which is None: `supports_mlstm`
+    refuses variable length."""
+    *tokens, c_initial, n_initial, m_initial, _ = tensors
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
     function = getattr(importlib.import_module(_module_of(name)), family.function)
@@ -151,7 +136,7 @@ def mlstm(
     # its launches go to the current device
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device, torch.autocast(call.device.type, enabled=False):
-        out = function(q, k, v, i, f, **options)
+        out = function(*tokens, **options)
     if not call.return_last_states:
         return out, ()
     h, last = out
@@ -162,7 +147,6 @@ def mlstm(
 
 
 def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
-    """Import what serves a call that is supported."""
     if kernel != "mlstm":
         return load_module(_STEP_MODULE)
     name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
@@ -204,41 +188,25 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     return SUPPORTED
 
 
-def mlstm_step(
-    call: MLSTMCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state (c, n, m) as the call wants it, by mlstm_kernels' Triton step."""
+def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, V] and the next state (c, n, m) as the call wants it, by mlstm_kernels' Triton step. tensors:
+    q, k, v, i, f, c, n, m."""
     module = importlib.import_module(_STEP_MODULE)
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device:
-        h, state = module.mlstm_recurrent_step__triton(
-            q, k, v, i, f, c, n, m, eps=call.eps, dtype_state=torch.float32
-        )
-    return h, mlstm_decode.stored(call, state, (c, n, m))
+        h, state = module.mlstm_recurrent_step__triton(*tensors, eps=call.eps, dtype_state=torch.float32)
+    return h, mlstm_decode.stored(call, state, tensors[5:])
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
     """Never; ValueError for a variant."""
     if variant is not None:
         fail("backend", "'triton' for a few tokens", repr(f"triton:{variant}"))
-    return Support(
-        False,
-        "mlstm_kernels has no Triton kernel for a few tokens",
-        "use mlstm_chunkwise, mlstm_step or backend='reference'",
-    )
+    reason = "mlstm_kernels has no Triton kernel for a few tokens"
+    return Support(False, reason, "use mlstm_chunkwise, mlstm_step or backend='reference'")
 
 
 def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
-    """Why this family at this chunk size cannot serve the call, or None."""
     family = FAMILIES[name]
     if family.sigmoid_gate != call.sigmoid_gate:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"

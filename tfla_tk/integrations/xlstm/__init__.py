@@ -26,7 +26,7 @@ from torch import nn
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
-from tfla_tk.integrations.xlstm.explain import which
+from tfla_tk.integrations.xlstm.modules import which
 
 __all__ = ["original", "register", "replace", "replaced", "restore", "restored", "unregister", "which"]
 

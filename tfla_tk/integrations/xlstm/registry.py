@@ -39,7 +39,6 @@ class Kind(NamedTuple):
         return make("siging" in key, backend)
 
     def original(self, key: str) -> Callable[..., Any]:
-        """What a name resolved to before anything was replaced."""
         return self.registry[key + ORIGINAL]
 
 
@@ -92,7 +91,6 @@ def replaceable() -> dict[str, tuple[Kind, str]]:
 
 
 def snapshot() -> list[dict[str, Any]]:
-    """What every name resolves to."""
     return [dict(kind.registry) for kind in kinds()]
 
 

@@ -34,7 +34,7 @@ from tfla_tk.backends.tk.operands import (
     strides,
 )
 from tfla_tk.build import instances
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
@@ -84,7 +84,7 @@ class Backward:
     ) -> None:
         shape = Shape.of(core)
         if kept_cut is not None:
-            shape = shape._replace(cut=kept_cut)
+            shape = shape._replace(walks_cut=kept_cut)
         self._device, self._needs_dg = shape.device, needs_dg
         of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
@@ -164,7 +164,6 @@ class Backward:
     def __call__(
         self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        """`backward` of these tensors."""
         at = prepared.starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
             return _run(

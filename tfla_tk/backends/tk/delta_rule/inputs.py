@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule import kernels
+from tfla_tk.backends.tk.delta_rule import support as kernels
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import (
@@ -40,7 +40,6 @@ class Wanted(NamedTuple):
 
     @staticmethod
     def of(core: DeltaRuleCore) -> "Wanted":
-        """By the flags."""
         return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
 
 
@@ -140,7 +139,6 @@ class Gradients:
     def __call__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...]
     ) -> tuple[MaybeTensor, ...]:
-        """All gradients of the call."""
         dq, dk, dv, d_log_decay, d_strength, *_, dh0 = found
         dg, dbeta, sums = d_log_decay, d_strength, None
         if self._wanted.strength:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule import inputs, kernels
+from tfla_tk.backends.tk.delta_rule import inputs
+from tfla_tk.backends.tk.delta_rule import support as kernels
 from tfla_tk.backends.tk.delta_rule.backward import one_walk, three_walks
-from tfla_tk.backends.tk.delta_rule.call import Left, Places, Shape, layout
+from tfla_tk.backends.tk.delta_rule.call import WARP_COLUMNS, Left, Places, Shape, layout
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream, strides
 from tfla_tk.backends.tk.prepared import (
@@ -141,7 +142,6 @@ class Forward:
         self._output_final_state, self._keep = output_final_state, keep
 
     def __call__(self, core: DeltaRuleCore, read: DeltaRuleCore) -> Outputs:
-        """`forward` of these tensors."""
         made = read if self._inputs is None else self._inputs(core, read)
         if self._walk is None:
             self._walk = Walk(made, output_final_state=self._output_final_state, keep=self._keep)
@@ -166,7 +166,6 @@ class Backward:
     def __call__(
         self, core: DeltaRuleCore, read: DeltaRuleCore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        """`backward` of these tensors."""
         at = starts(*read[:9], do, dht)
         if (at[0] | at[1] | at[2] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT:
             copies = readable(read), kept, as_operand(do), as_state(dht)
@@ -204,7 +203,8 @@ class Walk:
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
-        bounds_at = scratch.take(shape.bounds_bytes)
+        # what a split is told of every chunk, eight numbers
+        bounds_at = scratch.take(8 * _FLOAT * shape.batch * shape.heads * shape.slots if shape.split else 0)
         makes_matrices = shape.walk_makes_matrices
         if keep:
             left = Left.of(shape, of_backward)
@@ -268,7 +268,7 @@ class Walks:
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
         scratch = Scratch(addresses.next())
-        parts = shape.strength_parts
+        parts = -(-shape.dim_v // WARP_COLUMNS)  # of the sums over V that are left for dbeta
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
         of_walks, combining = [dq, dk], []
         if shape.combines:

@@ -10,7 +10,6 @@ makes those of every chunk in parallel. Heads of v that share a head of q and k 
 the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Left, Shape, inputs_at
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
 from tfla_tk.backends.tk.prepared import (
+    Forwards,
     Launch,
     Result,
     Results,
@@ -32,7 +32,7 @@ from tfla_tk.backends.tk.prepared import (
     starts,
 )
 from tfla_tk.build import instances
-from tfla_tk.calls.kda import KDACore
+from tfla_tk.calls.delta_rule import KDACore
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
@@ -41,40 +41,6 @@ Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final sta
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 _OPERANDS = ("q", "k", "v", "g")
-
-
-def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`). K up to 128, both head dims multiples of 16."""
-    if keep:
-        _check_trainable(core)
-    read = readable(core, _OPERANDS)
-    options = {"output_final_state": output_final_state, "keep": keep}
-    key = output_final_state, keep, layout_of(read)
-    return _forwards.of(key, lambda: Forward(read, **options))(*read[:9])
-
-
-def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
-    """`forward` of the tensors of all calls whose tensors lie like these."""
-    options = core[9:]
-
-    def run_any(*tensors: Any) -> Outputs:
-        given = KDACore._make((*tensors, *options))
-        return forward(given, output_final_state=output_final_state, keep=keep)
-
-    if readable(core, _OPERANDS) is not core:
-        return run_any
-    if keep:
-        _check_trainable(core)
-    prepared = Forward(core, output_final_state=output_final_state, keep=keep)
-
-    def run(*tensors: Any) -> Outputs:
-        at = starts(*tensors)
-        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
-            return run_any(*tensors)
-        return prepared(*tensors)
-
-    return run
 
 
 def kept_layout(core: KDACore) -> tuple[int, ...]:
@@ -107,11 +73,16 @@ def _check_trainable(core: KDACore) -> None:
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them."""
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd addresses: o [B, T,
+    HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the backward reads
+    (`Left`). K up to 128, both head dims multiples of 16."""
 
     def __init__(self, core: KDACore, *, output_final_state: bool, keep: bool) -> None:
+        if keep:
+            _check_trainable(core)
         shape = Shape.of(core)
-        self._device = shape.device
+        self._device, self._others = shape.device, core[9:]
+        self._options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
         self._last_shape = shape.state_shape if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
         at, addresses = number(core)
@@ -132,16 +103,16 @@ class Forward:
             ]
         )  # fmt: skip
 
-    def __call__(self, *tensors: MaybeTensor) -> Outputs:
-        """`forward` of these tensors, the first ones of a `KDACore`."""
+    def __call__(self, *tensors: Any) -> Outputs:
+        at = starts(*tensors)
+        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
+            return forward(KDACore._make((*tensors, *self._others)), **self._options)
         v = tensors[2]
-        assert v is not None
         o = dense_like(v)
         last = None if self._last_shape is None else v.new_empty(self._last_shape, dtype=torch.float32)
         # of v's dtype because that need not be said to torch, which is half of the time
         left = v.new_empty(self._left_size)
-        at = starts(*tensors, o, last, left)
-        assert not (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT
+        at += starts(o, last, left)
         self._run(at, current_stream(self._device))
         return o, last, Kept((left,), self._kept_layout) if self._kept_layout else None
 
@@ -177,7 +148,7 @@ class Backward:
         if shape.group > 1:
             size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
             of_heads = [scratch.take_dense(size, core.q.itemsize) for _ in range(2)]
-            delta_rule = build.load(instances.DELTA_RULE, instances.delta_combine(shape.half))
+            delta_rule = build.load(instances.DELTA_RULE, instances.kernel_of("delta_combine", shape.half))
             combining = [delta_rule.combine(shape.with_offsets(0), *of_heads, dq, dk, False)]
         # of q's dtype because that need not be said to torch, which is half of the time
         self._scratch_size = scratch.bytes // core.q.itemsize
@@ -197,7 +168,6 @@ class Backward:
     def __call__(
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        """`backward` of these tensors."""
         left = left_for(
             kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
         )
@@ -239,5 +209,6 @@ def _total(parts: MaybeTensor, like: MaybeTensor) -> MaybeTensor:
     return _as(parts.sum((0, 2)).flatten(), like)
 
 
-_forwards: Memo[Forward] = Memo()
+_forwards = Forwards(Forward, _OPERANDS)
+forward, prepare = _forwards.run, _forwards.prepare
 _backwards: Memo[Backward] = Memo()

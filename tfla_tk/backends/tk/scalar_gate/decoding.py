@@ -26,18 +26,17 @@ State = tuple[Tensor, Tensor, MaybeTensor]
 def with_new_state(*args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel; arguments and results are those of tfla_tk::mlstm_step where q is [B, NH, K], of
     tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate."""
-    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
+    c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[5:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, *args[12:])
-    return h, *after
+    return _launch(args, before, after, sigmoid_gate, normalize, eps, *args[12:]), *after
 
 
 def in_place(*args: Any) -> Tensor:
     """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
-    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps = args[:11]
+    c, n, m, sigmoid_gate, *options = args[5:]
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps, *args[11:])
+    h = _launch(args, state, state, sigmoid_gate, *options)
     # what had to be copied
     for target, result in zip(given, state, strict=True):
         if target is not None and result is not None and result is not target:
@@ -63,19 +62,11 @@ def readable(state: State) -> State:
     return _readable(c), _readable(n), None if m is None else _readable(m)
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    before: State,
-    after: State,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    batch_invariant: bool = False,
-) -> Tensor:
+def _launch(args: Any, before: State, after: State, *options: Any) -> Tensor:
+    """args: of a call, which begin with q, k, v, i, f. options: sigmoid_gate, normalize, eps, and
+    batch_invariant or nothing."""
+    q, k, v, i, f, *_ = args
+    sigmoid_gate, normalize, eps, *invariant = options
     batch, heads, *tokens, dim_qk = q.shape
     dim_v, device = v.shape[-1], q.get_device()
     dtypes = DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
@@ -91,7 +82,7 @@ def _launch(
     h = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     width = _width_of(before[0], after[0], dim_v, widest)
     # as in a large batch
-    filling = 0 if batch_invariant else multiprocessors(device)
+    filling = 0 if any(invariant) else multiprocessors(device)
     launch(
         _rows(q), _rows(k), _rows(v), DTYPES[q.dtype], gate(i), gate(f), _stored(before), _stored(after),
         h.data_ptr(), (across(batch * heads, dim_v, width, filling), width),
@@ -111,7 +102,6 @@ def _narrowed(x: Tensor) -> Tensor:
 
 
 def _stored(state: State) -> tuple[int, ...]:
-    """Addresses and dtypes as the bindings take them."""
     pointers = (pointer(x) for x in state)
     return *pointers, *(0 if x is None else DTYPES[x.dtype] for x in state)
 

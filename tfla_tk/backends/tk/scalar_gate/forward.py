@@ -14,16 +14,17 @@ from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.operands import (
     ADDRESS_ALIGNMENT,
-    as_operand,
-    as_state,
+    Gate,
+    Operand,
     current_stream,
     descriptor_strides,
     laid_out,
     multiprocessors,
     pointer,
 )
-from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, Scratch, are_same
+from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, Scratch, readable
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
+from tfla_tk.backends.tk.scalar_gate.walks import FLOAT, Options
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
@@ -42,13 +43,6 @@ class Tensors(NamedTuple):
     m_initial: MaybeTensor
     cu_seqlens: MaybeTensor
 
-    def readable(self) -> "Tensors":
-        """As they lie where the kernels can take them so, else copies."""
-        q, k, v, i, f, c, n, m, cu_seqlens = self
-        operands = as_operand(q), as_operand(k), as_operand(v)
-        offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
-        return Tensors(*operands, i, f, as_state(c), as_state(n), as_state(m), offsets)
-
 
 class Left(NamedTuple):
     """What is in the one tensor that a forward leaves for its backward: with head dims of at most 128 the
@@ -65,41 +59,8 @@ class Left(NamedTuple):
 FwdResult: TypeAlias = tuple[Any, ...]
 
 NARROW_SLICE = 64
+STATES = ("c_initial", "n_initial", "m_initial")
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
-
-
-class Options(NamedTuple):
-    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more, of a forward and of its backward.
-
-    Attributes:
-        batch_invariant: cut sequences by their lengths alone.
-        keep_states: return states for the backward as the last result. With wide head dims these are those
-            at the backward's cuts, where it will cut the sequences: then cut them the same way.
-        scale: of q k^T; None for K^-1/2.
-        decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
-            normalize False.
-        heads_last: q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to
-            that.
-        sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
-        needs_df: of the backward: without it di and df come back as None.
-    """
-
-    sigmoid_gate: bool
-    normalize: bool
-    eps: float
-    return_last_states: bool
-    return_rows: bool
-    batch_invariant: bool = False
-    keep_states: bool = False
-    scale: float | None = None
-    decay: bool = False
-    heads_last: bool = False
-    sequential: bool = False
-    needs_df: bool = True
-
-    def scale_of(self, dim_qk: int) -> float:
-        """Of q k^T."""
-        return dim_qk**-0.5 if self.scale is None else self.scale
 
 
 def mlstm_fwd(*args: Any) -> FwdResult:
@@ -113,7 +74,7 @@ def mlstm_fwd(*args: Any) -> FwdResult:
 def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     given = Tensors(*tensors)
-    if are_same(given.readable(), given):
+    if readable(given, states=STATES) is given:
         return Forward(given, given.v, options)
     return lambda *tensors: run(tensors, options)
 
@@ -121,13 +82,13 @@ def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult
 def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
-    read = Tensors(*tensors).readable()
+    read = readable(Tensors(*tensors), states=STATES)
     key = options, v.stride(), laid_out(read.q, read.v, read.cu_seqlens, *read)
     return _forwards.of(key, lambda: Forward(read, v, options))(*read, h_like=v)
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd
     addresses. h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of."""
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
@@ -185,25 +146,15 @@ class Forward:
         if kept:
             self._left = Left(cut, kernel.workspace_offsets(slots, dim_qk, dim_v))
         if options.keep_states and one_walk:
-            count = batch * heads * state_slots(seq, cu_seqlens)
-            sizes_left = (
-                count * dim_qk * dim_v * q.itemsize,
-                tk_walks.FLOAT * count,
-                tk_walks.FLOAT * count * dim_qk,
-            )
-            in_left = Scratch(0)
-            _, of_units, of_norms = map(in_left.take, sizes_left)
+            count, in_left = batch * heads * state_slots(seq, cu_seqlens), Scratch(0)
+            in_left.take(count * dim_qk * dim_v * q.itemsize)
+            of_units, of_norms = (in_left.take(FLOAT * count * each) for each in (1, dim_qk))
             self._left = Left(cut, (of_units, of_norms))
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = Addresses()
-        operands = [
-            (addresses.next(), *(descriptor_strides(x.shape, x.stride()) or ())) for x in (q, k, v, h)
-        ]
-        gates = [
-            NO_GATE if x is None else (at, *x.stride(), DTYPES[x.dtype])
-            for at, x in ((addresses.next(), i), (addresses.next(), f))
-        ]
+        operands = [operand_of(addresses.next(), x) for x in (q, k, v, h)]
+        gates = [gate_of(addresses.next(), x) for x in (i, f)]
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
         rows = [addresses.next() for _ in range(3)]
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
@@ -264,7 +215,6 @@ class Forward:
         return c, n, None if self._options.sigmoid_gate else _fp32(q, *self._state[:2], 1)
 
     def _rows(self, q: Tensor, cu_seqlens: MaybeTensor) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
-        """Memory for row_n, row_m and chunk_m."""
         batch, heads, seq, _ = q.shape
         row_n = _fp32(q, batch, heads, seq) if self._options.normalize else None
         if self._options.sigmoid_gate:
@@ -280,6 +230,18 @@ def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: in
     `heads`, those of all sequences."""
     fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
     return fits and 2 * heads <= multiprocessors
+
+
+def operand_of(address: int, x: Tensor) -> Operand:
+    """x [B, NH, S, D], which a TMA descriptor can address, at a prepared address."""
+    strides = descriptor_strides(x.shape, x.stride())
+    assert strides is not None
+    return address, *strides
+
+
+def gate_of(address: int, x: MaybeTensor) -> Gate:
+    """A gate or its gradient [B, NH, S] at a prepared address."""
+    return NO_GATE if x is None else (address, *x.stride(), DTYPES[x.dtype])
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:
