@@ -30,9 +30,7 @@ from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.invariance import batch_invariant, is_batch_invariant
 from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
-from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.gla import chunk_gla
-from tfla_tk.kda import chunk_kda
+from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.recurrent import (
     fused_recurrent_delta_rule,
@@ -42,7 +40,7 @@ from tfla_tk.recurrent import (
     fused_recurrent_retention,
     fused_recurrent_simple_gla,
 )
-from tfla_tk.simple_gla import chunk_lightning_attn, chunk_retention, chunk_simple_gla
+from tfla_tk.simple_gla import chunk_gla, chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 

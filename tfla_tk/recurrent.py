@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk import delta_rule, gla, kda, simple_gla
+from tfla_tk import delta_rule, simple_gla
 from tfla_tk.calls.delta_rule import check_delta_rule, check_kda
 from tfla_tk.calls.linear import LinearCall, check_gla, check_simple_gla
 from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
@@ -54,10 +54,10 @@ class _Path(CallPath):
         return plan._replace(serve=partial(through_a_copy, plan.serve, self._state))
 
 
-_gla = _Path(gla._path, check_gla, gate="gk")
+_gla = _Path(simple_gla._gla_path, check_gla, gate="gk")
 _simple_gla = _Path(simple_gla._path, check_simple_gla)
 _delta_rule = _Path(delta_rule._path, check_delta_rule)
-_kda = _Path(kda._path, check_kda, kda.OPTIONS)
+_kda = _Path(delta_rule._kda_path, check_kda, delta_rule.KDA_OPTIONS)
 
 
 @operator

@@ -201,7 +201,7 @@ def _per_token(name: str, x: Any, q: Tensor, value_heads: int) -> Tensor:
 def _serve(name: str, given: tuple[Any, ...], qk_l2norm: bool, o: Tensor, slots: Slots) -> None:
     """Check a call, whose scale may be None, and a and b [B T, HV], and serve it. given: the fields of its
     core up to the scale."""
-    core = RecurrentCore(*given, True, qk_l2norm, True, False, None, True)
+    core = RecurrentCore._make((*given, True, qk_l2norm, True, False, None, True))
     pool, indices = core.initial_state, slots.indices
     assert pool is not None and indices is not None
     if core.dt_bias is None:

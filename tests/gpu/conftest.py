@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tfla_tk import delta_rule, gla, kda, mlstm, simple_gla
+from tfla_tk import delta_rule, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
 from tfla_tk.backends.tk.channel_gate import launch as gla_launch
@@ -79,7 +79,13 @@ def fla_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path, kda._path):
+    for path in (
+        mlstm._chunkwise,
+        simple_gla._path,
+        simple_gla._gla_path,
+        delta_rule._path,
+        delta_rule._kda_path,
+    ):
         path.plans.clear()
     for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
         launches._forwards.clear()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import operand as _operand
-from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.prepared import operand as _operand
+from tfla_tk.backends.tk.prepared import pointer as _pointer
 from tfla_tk.backends.tk.scalar_gate.walks import PART_COLUMNS
 from tfla_tk.build import instances
 

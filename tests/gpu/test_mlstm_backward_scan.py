@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import gate as _gate
-from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.prepared import gate as _gate
+from tfla_tk.backends.tk.prepared import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 

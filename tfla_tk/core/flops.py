@@ -8,8 +8,9 @@ import importlib.machinery
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from tfla_tk.core.layout import CHUNK
 _COUNTER = "torch.utils.flop_counter"
 
 
-class Count(NamedTuple):
+@dataclass(frozen=True)
+class Count:
     """FLOPs of a token from K and V. intra: how often scores are made with the chunk, and multiplied with the
     values. state: multiplications and additions per element of the state."""
 

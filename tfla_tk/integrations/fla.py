@@ -43,8 +43,7 @@ from tfla_tk.core import dispatch
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.memo import Memo, signature
-from tfla_tk.delta_rule import check_gated_delta_rule
-from tfla_tk.kda import check_chunk_kda
+from tfla_tk.delta_rule import check_chunk_kda, check_gated_delta_rule
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "paths", "restore"]
 

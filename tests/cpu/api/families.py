@@ -17,8 +17,6 @@ from tfla_tk import (
     chunk_kda,
     chunk_simple_gla,
     delta_rule,
-    gla,
-    kda,
     reference,
     simple_gla,
 )
@@ -99,7 +97,17 @@ SIMPLE_GLA = Family(
     ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"),
 )
 GLA = Family(
-    *("gla", "gla", "GLA", chunk_gla, reference.gla_recurrent, draw_gla, gla._path, serve_gla, (4, 12)),
+    *(
+        "gla",
+        "gla",
+        "GLA",
+        chunk_gla,
+        reference.gla_recurrent,
+        draw_gla,
+        simple_gla._gla_path,
+        serve_gla,
+        (4, 12),
+    ),
     ("chunk_gla",),
 )
 GATED = Family(
@@ -115,7 +123,7 @@ UNGATED = Family(
     *("delta_rule", "delta_rule", "the delta rule", chunk_delta_rule, reference.delta_rule_recurrent),
     *(draw_without_decay, *DELTA),
 )
-OF_KDA = (kda._path, serve_kda, (6, 24), ("chunk_kda",))
+OF_KDA = (delta_rule._kda_path, serve_kda, (6, 24), ("chunk_kda",))
 KDA = Family(
     *("kda", "kda", "KDA", chunk_kda, reference.kda_recurrent),
     *(functools.partial(delta_inputs.draw, by_channel=True), *OF_KDA),

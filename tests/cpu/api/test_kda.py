@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import chunk_kda, fused_recurrent_kda, kda, reference
+from tfla_tk import chunk_kda, delta_rule, fused_recurrent_kda, reference
 from tfla_tk.backends.triton import fla
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
@@ -118,7 +118,7 @@ def test_states_without_a_token() -> None:
 def _described(x: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """The description of a call, and its tensors in their order."""
     _, call = tfla_tk.core.dispatch.describe("chunk_kda", **x)[1:]
-    return call, tuple(x.get(name) for name in kda._path.tensors)
+    return call, tuple(x.get(name) for name in delta_rule._kda_path.tensors)
 
 
 @pytest.mark.parametrize("seq", [4, 40])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import UnsupportedError, delta_rule, gla, mlstm, simple_gla, which
+from tfla_tk import UnsupportedError, delta_rule, mlstm, simple_gla, which
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.channel_gate.call import supports_gla
 from tfla_tk.backends.triton import fla, installation, mlstm_kernels
@@ -142,7 +142,7 @@ def test_a_nested_tensor_as_an_option(layout: torch.layout) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path):
+    for path in (mlstm._chunkwise, simple_gla._path, simple_gla._gla_path, delta_rule._path):
         monkeypatch.setattr(path, "_warned", set())
         path.plans.clear()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import decode, delta_rule, gla, kda, simple_gla
+from tfla_tk import decode, delta_rule, simple_gla
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.calls.mlstm import MLSTMCall
@@ -199,14 +199,14 @@ def restored() -> Iterator[None]:
     """fla as it was, before and after."""
     # not for every worker process that collects such tests: it takes five seconds
     pytest.importorskip("fla.ops", reason="fla-core is not installed")
-    families = (simple_gla, gla, delta_rule, kda)
-    for family in families:
-        family._path.plans.clear()
+    paths = (simple_gla._path, simple_gla._gla_path, delta_rule._path, delta_rule._kda_path)
+    for path in paths:
+        path.plans.clear()
     fla._told.clear()
     yield
     fla.restore(filter(fla.is_accelerated, fla.FUNCTIONS))  # each function takes a look at all modules
-    for family in families:
-        family._path.plans.clear()
+    for path in paths:
+        path.plans.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import delta_rule, gla, kda, simple_gla
+from tfla_tk import delta_rule, simple_gla
 from tfla_tk.backends.reference import forms as reference_backend
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla, fla_own, installation
@@ -30,8 +30,8 @@ REFUSED = Support(False, "head dims are K = 272, V = 32", "use fewer")
 
 
 def forget_plans() -> None:
-    for family in (simple_gla, gla, delta_rule, kda):
-        family._path.plans.clear()
+    for path in (simple_gla._path, simple_gla._gla_path, delta_rule._path, delta_rule._kda_path):
+        path.plans.clear()
 
 
 class Machine:

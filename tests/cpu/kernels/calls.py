@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import tfla_tk
-from tfla_tk import decode, delta_rule, gla, kda, mlstm, simple_gla
+from tfla_tk import decode, delta_rule, mlstm, simple_gla
 from tfla_tk.backends.tk import device, refusals, segments
 from tfla_tk.backends.tk import mlstm as tk_mlstm
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
@@ -100,9 +100,9 @@ OPS = {
         *(("c_initial",), (_LAST, ("normalize", False))),
     ),
     "decay": Op("chunk_simple_gla", ScalarGate, simple_gla._path, ("g",)),
-    "gla": Op("chunk_gla", GLA, gla._path, ("g",)),
+    "gla": Op("chunk_gla", GLA, simple_gla._gla_path, ("g",)),
     "delta": Op("chunk_gated_delta_rule", DeltaRule, delta_rule._path, ("g", "beta")),
-    "kda": Op("chunk_kda", KDA, kda._path, ("g", "beta"), most=(128, 128)),
+    "kda": Op("chunk_kda", KDA, delta_rule._kda_path, ("g", "beta"), most=(128, 128)),
 }
 MLSTM = ("exp", "sig", "sig unnormalised")
 # KDA's kernels take whole sequences, in all batches bit for bit alike

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_stream, log_decay, pointer
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, as_state, current_stream, log_decay, pointer
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall

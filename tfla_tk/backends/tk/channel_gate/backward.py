@@ -25,14 +25,7 @@ from tfla_tk.backends.tk.channel_gate.call import (
     slices_of_k,
     slices_of_v,
 )
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    Operand,
-    as_operand,
-    as_state,
-    current_stream,
-    strides,
-)
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, Operand, current_stream, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -53,12 +46,12 @@ def _run(
     needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
 ) -> Gradients:
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
-    likes = None if given is core else strides(*given[:4])
+    likes = None if given is core else prepared.strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = needs_dg, likes, strides(do, dht), cut, prepared.layout_of(core)
+    key = needs_dg, likes, prepared.strides(do, dht), cut, prepared.layout_of(core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = prepared.readable(core, OPERANDS), as_operand(do), as_state(dht)
+        read, dout, last = prepared.readable(core, OPERANDS), prepared.as_operand(do), prepared.as_state(dht)
         if not prepared.are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
@@ -164,23 +157,28 @@ class Backward:
     def __call__(
         self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        at = prepared.starts(*core[:6], do, dht)
+        at = starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
             return _run(
-                self._needs_dg, given, prepared.readable(core, OPERANDS), kept, as_operand(do), as_state(dht)
+                self._needs_dg,
+                given,
+                prepared.readable(core, OPERANDS),
+                kept,
+                prepared.as_operand(do),
+                prepared.as_state(dht),
             )
         results, written = self._results.allocate(given[: 4 if self._needs_dg else 3])
         *of_operands, dg = written if self._needs_dg else (*written, None)
         initial = given.initial_state
-        dh0 = None if initial is None else prepared.Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else torch.empty_like(initial)
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
-        dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
-        at += prepared.starts(*of_operands, dg, dh0_written, borders, scratch)
+        dh0_written, borders = prepared.writable_state(dh0), None if kept is None else kept.tensors[0]
+        at += starts(*of_operands, dg, dh0_written, borders, scratch)
         self._run(at, current_stream(self._device))
         prepared.Results.fill(results, written)
         dq, dk, dv, dg = results if self._needs_dg else (*results, None)
-        return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
+        return dq, dk, dv, dg, prepared.filled(dh0, dh0_written)
 
 
 _FLOAT = torch.float32.itemsize

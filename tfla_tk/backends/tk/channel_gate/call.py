@@ -11,8 +11,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals, segments
-from tfla_tk.backends.tk.operands import Operand, multiprocessors
-from tfla_tk.backends.tk.prepared import Launch, Sizes
+from tfla_tk.backends.tk.prepared import Launch, Operand, Sizes, multiprocessors
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.linear import GLACore, LinearCall

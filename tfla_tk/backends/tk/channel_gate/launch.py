@@ -18,8 +18,14 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice, launch_segments, slices_of_k
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Forwards, operand_at, starts
+from tfla_tk.backends.tk.prepared import (
+    ADDRESS_ALIGNMENT,
+    Addresses,
+    Forwards,
+    current_stream,
+    operand_at,
+    starts,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like

@@ -8,8 +8,17 @@ import torch
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
-from tfla_tk.backends.tk.operands import Gate, Operand, memory_rate, multiprocessors, strides
-from tfla_tk.backends.tk.prepared import Launch, Scratch, Sizes, layout_of
+from tfla_tk.backends.tk.prepared import (
+    Gate,
+    Launch,
+    Operand,
+    Scratch,
+    Sizes,
+    layout_of,
+    memory_rate,
+    multiprocessors,
+    strides,
+)
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DELTA_SLICE_COLUMNS, SEGMENT_CHUNKS, Cut
 

@@ -23,25 +23,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.delta_rule import inputs
 from tfla_tk.backends.tk.delta_rule import support as kernels
 from tfla_tk.backends.tk.delta_rule.backward import one_walk, three_walks
 from tfla_tk.backends.tk.delta_rule.call import WARP_COLUMNS, Left, Places, Shape, layout
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream, strides
-from tfla_tk.backends.tk.prepared import (
-    NO_OPERAND,
-    Launch,
-    Result,
-    Results,
-    Scratch,
-    gate_at,
-    left_for,
-    number,
-    operand_at,
-    readable,
-    starts,
-)
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, Scratch, current_stream, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
@@ -54,7 +42,7 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
     backward reads (`Left`)."""
-    read = readable(core)
+    read = prepared.readable(core)
     options = {"output_final_state": output_final_state, "keep": keep}
     key = output_final_state, keep, layout(core, read)
     return _forwards.of(key, lambda: Forward(core, read, **options))(core, read)
@@ -68,12 +56,12 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
         given = DeltaRuleCore._make((*tensors, *options))
         return forward(given, output_final_state=output_final_state, keep=keep)
 
-    if readable(core) is not core:
+    if prepared.readable(core) is not core:
         return run_any
     is_raw = any(Wanted.of(core))
     # raw inputs are made into what the walk reads by the first call
     walk = None if is_raw else Walk(core, output_final_state=output_final_state, keep=keep)
-    prepared = Forward(core, core, output_final_state=output_final_state, keep=keep) if is_raw else None
+    of_raw = Forward(core, core, output_final_state=output_final_state, keep=keep) if is_raw else None
 
     def run(*tensors: Any) -> Outputs:
         at = starts(*tensors)
@@ -81,9 +69,9 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
             return run_any(*tensors)
         if walk is not None:
             return walk(tensors[2], at)
-        assert prepared is not None
+        assert of_raw is not None
         given = DeltaRuleCore._make((*tensors, *options))
-        return prepared(given, given)
+        return of_raw(given, given)
 
     return run
 
@@ -118,10 +106,10 @@ def _run(
     dht: MaybeTensor,
 ) -> Gradients:
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
-    key = needs_gates, strides(do, dht), layout(given, core)
+    key = needs_gates, prepared.strides(do, dht), layout(given, core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = readable(core), as_operand(do), as_state(dht)
+        read, dout, last = prepared.readable(core), prepared.as_operand(do), prepared.as_state(dht)
         if read is not core or dout is not do or last is not dht:
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_gates, given, read, kept, dout, last)
@@ -168,14 +156,14 @@ class Backward:
     ) -> Gradients:
         at = starts(*read[:9], do, dht)
         if (at[0] | at[1] | at[2] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT:
-            copies = readable(read), kept, as_operand(do), as_state(dht)
+            copies = prepared.readable(read), kept, prepared.as_operand(do), prepared.as_state(dht)
             return _run(self._needs_gates, core, *copies)
         given, made = core, read
         if self._inputs is not None:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
             at[:9] = starts(*made[:9])
-        left = left_for(
+        left = prepared.left_for(
             kept, self._kept_layout, lambda: forward(made, output_final_state=False, keep=True)[2]
         )
         if self._walks is None:
@@ -198,7 +186,7 @@ class Walk:
         self._last_shape = shape.state_shape
         self._output_final_state = output_final_state
         kernel = build.load(instances.DELTA_RULE, *kernels.of_forward(shape))
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
@@ -216,16 +204,16 @@ class Walk:
         self._scratch_size = scratch.bytes // core.v.itemsize
         self._kept_layout = _layout_of(shape, of_backward, core.v.itemsize) if keep else None
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
-        gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
+        gates = (prepared.gate_at(at.g, core.g), prepared.gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
         dense = torch.empty(core.v.shape, device="meta")
-        writes = operand_at(left.writes, dense) if keep else NO_OPERAND
+        writes = operand_at(left.writes, dense) if keep else prepared.NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, dense), writes, *gates, matrices, at.initial_state, last_at,
             carried_at, left.leads, left.borders, left.states, core.scale, shape.forward_walkers,
             shape.makers, makes_matrices,
         )  # fmt: skip
-        before: list[Launch] = []
+        before: list[prepared.Launch] = []
         if not shape.makers and not makes_matrices:
             before.append(kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale, bounds_at))
         if carried_at:
@@ -260,10 +248,10 @@ class Walks:
         self._device, self._needs_dg = shape.device, needs_dg
         g = given.g if needs_dg else None
         kernel = build.load(instances.DELTA_RULE, *kernels.of_backward(shape, needs_dg=g is not None))
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
-        self._results = Results(given[:3], addresses)
+        self._results = prepared.Results(given[:3], addresses)
         dq, dk, dv = self._results.operands
         dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
@@ -279,7 +267,7 @@ class Walks:
         places = Places(
             q=operand_at(at.q, core.q),
             k=operand_at(at.k, core.k),
-            gates=(gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
+            gates=(prepared.gate_at(at.g, core.g), prepared.gate_at(at.beta, core.beta)),
             writes=operand_at(left.writes, torch.empty(core.v.shape, device="meta")),
             do=operand_at(do_at, do),
             dht=dht_at,
@@ -287,13 +275,13 @@ class Walks:
             dk=of_walks[1],
             combining=combining,
             dv=dv,
-            dg=None if g is None else gate_at(dg_at, torch.empty_like(g, device="meta")),
+            dg=None if g is None else prepared.gate_at(dg_at, torch.empty_like(g, device="meta")),
             dh0=dh0_at,
             strengths=parts_at,
         )
         walks = three_walks if shape.is_wide else one_walk
         launches = walks(kernel, shape, core, at, left, places, scratch)
-        dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
+        dbeta = prepared.gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize
         self._run = build.launches(launches)
@@ -304,12 +292,13 @@ class Walks:
         dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
         dbeta = torch.empty_like(given.beta)
         initial = given.initial_state
-        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else torch.empty_like(initial)
+        dh0_written = prepared.writable_state(dh0)
         scratch = core.v.new_empty(self._scratch_size)
-        at += starts(*written, dg, dbeta, None if dh0 is None else dh0.written, scratch)
+        at += starts(*written, dg, dbeta, dh0_written, scratch)
         self._run(at, current_stream(self._device))
-        Results.fill(results, written)
-        return *results, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
+        prepared.Results.fill(results, written)
+        return *results, dg, dbeta, None, None, prepared.filled(dh0, dh0_written)
 
 
 _FLOAT = torch.float32.itemsize

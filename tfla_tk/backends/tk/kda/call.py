@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.operands import log_decay, multiprocessors
-from tfla_tk.backends.tk.prepared import Scratch, Sizes, gate_at, operand_at, per_head_at
+from tfla_tk.backends.tk.prepared import (
+    Scratch,
+    Sizes,
+    gate_at,
+    log_decay,
+    multiprocessors,
+    operand_at,
+    per_head_at,
+)
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.delta_rule import KDACall, KDACore

@@ -16,21 +16,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Left, Shape, inputs_at
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import (
-    Forwards,
-    Launch,
-    Result,
-    Results,
-    Scratch,
-    layout_of,
-    left_for,
-    number,
-    operand_at,
-    readable,
-    starts,
-)
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, Scratch, current_stream, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import KDACore
 from tfla_tk.core.errors import UnsupportedError
@@ -58,11 +46,11 @@ def backward(
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
     is made again."""
     _check_trainable(core)
-    read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)
+    read, dout, last = prepared.readable(core, _OPERANDS), prepared.as_operand(do), prepared.as_state(dht)
     likes = None if read is core else tuple(x.stride() for x in core[:4])
-    key = needs_gates, likes, dout.stride(), last is None, layout_of(read)
-    prepared = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
-    return prepared(core, read, kept, dout, last)
+    key = needs_gates, likes, dout.stride(), last is None, prepared.layout_of(read)
+    found = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
+    return found(core, read, kept, dout, last)
 
 
 def _check_trainable(core: KDACore) -> None:
@@ -85,7 +73,7 @@ class Forward:
         self._options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
         self._last_shape = shape.state_shape if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch = Scratch(addresses.next())
         sizes = shape.with_offsets(at.cu_seqlens)
@@ -127,12 +115,12 @@ class Backward:
         shape = Shape.of(core)
         self._device, self._needs_gates = shape.device, needs_gates
         kernel = build.load(instances.KDA, *shape.backward_kernels)
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         dout, dht_at = operand_at(addresses.next(), do), addresses.next(given=dht is not None)
         sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
         left = Left.of(kernel, sizes, kept, keep=True)
         self._kept_layout = (kept.bytes // core.v.itemsize,)
-        self._results = Results(given[:4], addresses)
+        self._results = prepared.Results(given[:4], addresses)
         dq, dk, dv, dg = self._results.operands
         dbeta_at, dh0_at = addresses.next(), addresses.next(given=core.initial_state is not None)
         # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
@@ -144,7 +132,7 @@ class Backward:
         of_rate_at, of_bias_at = (addresses.next(given=x is not None) for x in self._parts)
         scratch = Scratch(addresses.next())
         state_gradients = scratch.take(kernel.states_bytes(sizes))
-        of_heads, combining = [dq, dk], list[Launch]()
+        of_heads, combining = [dq, dk], list[prepared.Launch]()
         if shape.group > 1:
             size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
             of_heads = [scratch.take_dense(size, core.q.itemsize) for _ in range(2)]
@@ -168,30 +156,31 @@ class Backward:
     def __call__(
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        left = left_for(
+        left = prepared.left_for(
             kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
         )
         results, written = self._results.allocate(given[:4])
         dbeta = core.beta.new_empty(core.beta.shape, dtype=torch.float32)
         initial = given.initial_state
-        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else torch.empty_like(initial)
+        dh0_written = prepared.writable_state(dh0)
         make = core.q.new_zeros if self._has_empty_slots else core.q.new_empty
         parts = [None if size is None else make(size, dtype=torch.float32) for size in self._parts]
         scratch = core.q.new_empty(self._scratch_size)
         at = starts(
-            *core[:9], do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
+            *core[:9], do, dht, left, *written, dbeta, dh0_written, *parts,
             scratch,
         )  # fmt: skip
         assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        Results.fill(results, written)
+        prepared.Results.fill(results, written)
         *of_operands, dg = results
         return (
             *of_operands,
             dg if self._needs_gates else None,
             _as(dbeta, given.beta),
             *map(_total, parts, (given.A_log, given.dt_bias)),
-            None if dh0 is None else dh0.filled(),
+            prepared.filled(dh0, dh0_written),
         )
 
 
@@ -209,6 +198,6 @@ def _total(parts: MaybeTensor, like: MaybeTensor) -> MaybeTensor:
     return _as(parts.sum((0, 2)).flatten(), like)
 
 
-_forwards = Forwards(Forward, _OPERANDS)
+_forwards = prepared.Forwards(Forward, _OPERANDS)
 forward, prepare = _forwards.run, _forwards.prepare
 _backwards: Memo[Backward] = Memo()

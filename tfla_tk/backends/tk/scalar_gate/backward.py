@@ -27,15 +27,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    current_stream,
-    descriptor_strides,
-    laid_out,
-    multiprocessors,
-    strides,
-)
-from tfla_tk.backends.tk.prepared import Addresses, readable, starts
+from tfla_tk.backends.tk import prepared
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, laid_out, multiprocessors, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches, walks
 from tfla_tk.backends.tk.scalar_gate.forward import Left, gate_of, operand_of
@@ -102,12 +95,12 @@ def run(
     if kept is None and walks.is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
         # of another forward: its own has kept no states
         kept = tk_forward.run(tensors[:9], options._replace(keep_states=True))[7]
-    likes = None if like is None else strides(*like[:7])
+    likes = None if like is None else prepared.strides(*like[:7])
     of_tensors = laid_out(tensors.q, tensors.v, tensors.cu_seqlens, *tensors)
     key = options, of_tensors, likes, None if kept is None else kept.layout
     backward = _backwards.get(key)
     if backward is None:
-        read = readable(tensors, _OPERANDS, _STATES)
+        read = prepared.readable(tensors, _OPERANDS, _STATES)
         if read is not tensors:
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return run(read, options, kept, tensors if like is None else like)
@@ -150,7 +143,7 @@ class Backward:
         at = starts(*tensors)
         q, k, v, _, _, c, n, _, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = at
         if (q | k | v | c | n | h | c_last | n_last | dh | dc_last | dn_last) % ADDRESS_ALIGNMENT:
-            read = readable(tensors, _OPERANDS, _STATES)
+            read = prepared.readable(tensors, _OPERANDS, _STATES)
             return run(read, self._options, kept, tensors if like is None else like)
         # of q's dtype because that need not be said, which is half of the time
         memory = tensors.q.new_empty(self._memory_size)
@@ -204,14 +197,14 @@ def _allocate(like: Sequence[Any], options: Options, device: str | None = None) 
 def _is_writable(grad: Tensor, place: int) -> bool:
     """Whether the kernels can write the gradient of this place among `Gradients` as it lies."""
     if place < 3:
-        return descriptor_strides(grad.shape, grad.stride()) is not None
+        return prepared.descriptor_strides(grad.shape, grad.stride()) is not None
     return place < 5 or grad.is_contiguous()
 
 
 def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read and write (grads), and whether states are those that the forward has
-    left. Addresses are numbered in the order in which `Backward` says where the tensors begin."""
-    addresses, normalize, decay = Addresses(), options.normalize, options.decay
+    left. prepared.Addresses are numbered in the order in which `Backward` says where the tensors begin."""
+    addresses, normalize, decay = prepared.Addresses(), options.normalize, options.decay
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream, gate, multiprocessors, pointer
+from tfla_tk.backends.tk.prepared import current_stream, gate, multiprocessors, pointer
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 

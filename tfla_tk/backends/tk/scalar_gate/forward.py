@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    Gate,
-    Operand,
-    current_stream,
-    descriptor_strides,
-    laid_out,
-    multiprocessors,
-    pointer,
-)
-from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, Scratch, readable
+from tfla_tk.backends.tk import prepared, segments
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, multiprocessors, pointer
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT, Options
 from tfla_tk.build import instances
@@ -74,7 +64,7 @@ def mlstm_fwd(*args: Any) -> FwdResult:
 def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     given = Tensors(*tensors)
-    if readable(given, states=STATES) is given:
+    if prepared.readable(given, states=STATES) is given:
         return Forward(given, given.v, options)
     return lambda *tensors: run(tensors, options)
 
@@ -82,8 +72,8 @@ def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult
 def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
-    read = readable(Tensors(*tensors), states=STATES)
-    key = options, v.stride(), laid_out(read.q, read.v, read.cu_seqlens, *read)
+    read = prepared.readable(Tensors(*tensors), states=STATES)
+    key = options, v.stride(), prepared.laid_out(read.q, read.v, read.cu_seqlens, *read)
     return _forwards.of(key, lambda: Forward(read, v, options))(*read, h_like=v)
 
 
@@ -95,7 +85,7 @@ class Forward:
         q, k, v, i, f, *initial, cu_seqlens = tensors
         self._h_order = torch.contiguous_format if options.heads_last else torch.preserve_format
         h = torch.empty_like(h_like, device="meta", memory_format=self._h_order)
-        self._h_in_place = descriptor_strides(h.shape, h.stride()) is not None
+        self._h_in_place = prepared.descriptor_strides(h.shape, h.stride()) is not None
         if not self._h_in_place:
             h = torch.empty(h.shape, device="meta")
         if options.heads_last:
@@ -146,13 +136,13 @@ class Forward:
         if kept:
             self._left = Left(cut, kernel.workspace_offsets(slots, dim_qk, dim_v))
         if options.keep_states and one_walk:
-            count, in_left = batch * heads * state_slots(seq, cu_seqlens), Scratch(0)
+            count, in_left = batch * heads * state_slots(seq, cu_seqlens), prepared.Scratch(0)
             in_left.take(count * dim_qk * dim_v * q.itemsize)
             of_units, of_norms = (in_left.take(FLOAT * count * each) for each in (1, dim_qk))
             self._left = Left(cut, (of_units, of_norms))
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
-        addresses = Addresses()
+        addresses = prepared.Addresses()
         operands = [operand_of(addresses.next(), x) for x in (q, k, v, h)]
         gates = [gate_of(addresses.next(), x) for x in (i, f)]
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
@@ -160,14 +150,14 @@ class Forward:
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
         left = addresses.next(given=self._left_size > 0)
         is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
-        prepared = kernel.forward(
+        launch = kernel.forward(
             *operands, *gates, states, rows,
             (left, left and left + of_units, left + of_norms if left and options.normalize else 0),
             (offsets, is_64bit, sequences, *cut), workspace, sizes,
             heads // key_heads, tile, options.scale_of(dim_qk),
             options.eps, q.dtype == torch.float16, options.sigmoid_gate, options.normalize, device,
         )  # fmt: skip
-        self._launch = build.launches([prepared])
+        self._launch = build.launches([launch])
 
     def __call__(self, *tensors: Any, h_like: MaybeTensor = None) -> FwdResult:
         """`mlstm_fwd` of these tensors; h_like is v unless it is given."""
@@ -232,16 +222,16 @@ def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: in
     return fits and 2 * heads <= multiprocessors
 
 
-def operand_of(address: int, x: Tensor) -> Operand:
+def operand_of(address: int, x: Tensor) -> prepared.Operand:
     """x [B, NH, S, D], which a TMA descriptor can address, at a prepared address."""
-    strides = descriptor_strides(x.shape, x.stride())
+    strides = prepared.descriptor_strides(x.shape, x.stride())
     assert strides is not None
     return address, *strides
 
 
-def gate_of(address: int, x: MaybeTensor) -> Gate:
+def gate_of(address: int, x: MaybeTensor) -> prepared.Gate:
     """A gate or its gradient [B, NH, S] at a prepared address."""
-    return NO_GATE if x is None else (address, *x.stride(), DTYPES[x.dtype])
+    return prepared.NO_GATE if x is None else (address, *x.stride(), DTYPES[x.dtype])
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

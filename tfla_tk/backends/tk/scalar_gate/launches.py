@@ -8,8 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import Gate, Operand
-from tfla_tk.backends.tk.prepared import Launch
+from tfla_tk.backends.tk.prepared import Gate, Launch, Operand
 from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Options, Plan, Sizes, tile_of_both
 from tfla_tk.build import instances
