@@ -5,16 +5,13 @@ differentiable by autograd and computed in the inputs' dtype, at least fp32.
 """
 
 # ruff: noqa: F403, F405
-from .decay import *
 from .delta_rule import *
 from .delta_rule_backward import *
-from .delta_rule_inputs import *
 from .gla import *
 from .linear import *
 from .mlstm import *
 from .mlstm_backward import *
 from .mlstm_forward import *
-from .mlstm_siging import *
 from .simple_gla import *
 
 __all__ = [

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .common import BackwardForm, full_precision, other_form, recomputed, scan
-from .decay import linear_chunk, linear_chunk_backward, linear_step
-from .linear import LinearGrads, run_backward, run_linear
+from .linear import LinearGrads, linear_chunk, linear_chunk_backward, linear_step, run_backward, run_linear
 
 
 @full_precision

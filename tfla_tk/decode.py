@@ -131,11 +131,7 @@ def mlstm_sequence(
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n, m), new tensors unless
-        `inplace`.
-
-    Raises:
-        TypeError, ValueError: bad arguments, before anything is computed.
-        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+        `inplace`. Errors as in `mlstm_step`.
     """
     options = (False, True, eps, dtype_state, inplace, backend)
     return _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
@@ -180,13 +176,9 @@ def is_sequence_on_tk(
     eps: float,
     dtype_state: torch.dtype | None,
 ) -> bool:
-    """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend.
-
-    The answer is the plan that the call itself finds again. Bad arguments raise what the call would raise.
-
-    Args:
-        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
-    """
+    """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend: the plan that
+    the call itself finds again. Bad arguments raise what the call would raise. tensors: q, k, v, i, f, c, n,
+    m; m is None with the sigmoid gate."""
     op = "mlstm_siging_sequence" if sigmoid_gate else "mlstm_sequence"
     options = (sigmoid_gate, normalize, eps, dtype_state, False, "auto")
     return _sequence.plan(op, tensors, options).backend == "tk"

@@ -241,11 +241,8 @@ def chunk_kda(
 
 def checking(function: Callable[..., Any], path: CallPath, **fixed: Any) -> Callable[..., None]:
     """Of a public function with cp_context a function of the same arguments, which checks that the call would
-    be served; nothing is computed. It raises what the call would.
-
-    Args:
-        path: of its calls. fixed: what the path takes beside the arguments.
-    """
+    be served; nothing is computed. It raises what the call would. path: of its calls. fixed: what the path
+    takes beside the arguments."""
     signature = inspect.signature(function)
     names = signature.parameters
     defaults = {name: each.default for name, each in names.items() if each.default is not each.empty}

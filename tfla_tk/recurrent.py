@@ -24,12 +24,8 @@ Result = tuple[Tensor, Tensor | None]
 
 class _Path(CallPath):
     """The calls of a family token by token: those of its chunkwise functions, with states in place of them.
-
-    The last of their tensors, the offsets on the CPU, gives way to state_indices.
-
-    Args:
-        options: without `backend`; None: those of the chunkwise functions.
-    """
+    The last of their tensors, the offsets on the CPU, gives way to state_indices. options: without `backend`;
+    None: those of the chunkwise functions."""
 
     def __init__(
         self,

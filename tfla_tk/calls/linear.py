@@ -178,17 +178,9 @@ def check_frame(
     v_first_in: str,
     heads: str = "HV",
 ) -> dict[str, Any]:
-    """Check what every operator has beside its operands and gates; the fields of its `LinearCall`.
-
-    Args:
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
-            number of packed sequences.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        cu_seqlens_cpu: the same on the CPU, see `check_same_offsets`.
-        scale, output_final_state: as the public functions have them.
-        v_first_in: the family's function that has state_v_first; others pass False. heads: the name of the
-            heads of a state in messages.
-    """
+    """Check what every operator has beside its operands and gates, as the public functions have it; the
+    fields of its `LinearCall`. cu_seqlens_cpu: see `check_same_offsets`. v_first_in: the family's function
+    that has state_v_first; others pass False. heads: the name of the heads of a state in messages."""
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)

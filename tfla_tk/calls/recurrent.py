@@ -57,20 +57,16 @@ class RecurrentCore(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which states of a pool a call in place overwrites.
+    """Which states of a pool a call in place overwrites."""
 
-    Attributes:
-        indices: int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind
-            their tokens, one after the other; from the first token without one on, o is 0. None: there is no
-            pool, but a state per sequence.
-        accepted: int32 [N], with indices [N, columns]: a sequence goes on from the state of its column
-            accepted - 1. None: from that of column 0.
-        first: indices below it name no state.
-    """
-
+    # int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind their
+    # tokens, one after the other; from the first token without one on, o is 0. None: no pool, but a state per
+    # sequence
     indices: MaybeTensor = None
+    # int32 [N], with indices [N, columns]: a sequence goes on from the state of its column accepted - 1.
+    # None: from that of column 0
     accepted: MaybeTensor = None
-    first: int = 0
+    first: int = 0  # indices below it name no state
 
     @property
     def of_tokens(self) -> bool:

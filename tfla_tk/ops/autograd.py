@@ -34,15 +34,9 @@ def function(
     *,
     once: bool = False,
 ) -> type[torch.autograd.Function]:
-    """An autograd function.
-
-    Args:
-        name: of the class.
-        forward: of the function's arguments.
-        backward: of what forward has saved, its options, and the gradients of the outputs, None for zeros;
-            returns the gradients of the leading arguments, the others have none.
-        once: its backward cannot be differentiated, and says so.
-    """
+    """An autograd function. forward: of its arguments. backward: of what forward has saved, its options, and
+    the gradients of the outputs, None for zeros; returns the gradients of the leading arguments, the others
+    have none. once: its backward cannot be differentiated, and says so."""
 
     def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         found = forward(*args)

@@ -26,7 +26,7 @@ The kernels of a family are a module with
 core is the family's NamedTuple: the inputs and the options. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
 return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
-so it is in the registered ops, but for a family that keeps (`ops.kept`).
+so it is in the registered ops, but for a family that keeps (`KeepingOps`).
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for. The backward of a
 family that saves the final state gets it by keyword, final_state.
@@ -56,7 +56,6 @@ from tfla_tk.core.layout import (
 )
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
 
@@ -83,7 +82,7 @@ class Family:
     kernels: Callable[[], Any]  # finds the module of the kernels
     # of forward and backward per token and head of v, from K and V
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
-    keeps: bool = False  # its registered ops keep what the kernels leave for the backward (`ops.kept`)
+    keeps: bool = False  # its registered ops keep what the kernels leave for the backward (`KeepingOps`)
     # <name>_bwd takes the final state behind the inputs: that of a forward which returns it, where gates have
     # a gradient
     saves_final_state: bool = False
@@ -498,6 +497,111 @@ def _inputs_to_save(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
     """The tensors that a backward op takes."""
     return *saved, torch.zeros_like(saved[2]) if do is None else do, dht
+
+
+class KeepingOps:
+    """The ops of a family that keep what its kernels leave of a forward for the backward. fwd, bwd: the ops.
+
+    tfla_tk::<name>_fwd_kept and <name>_bwd_kept are <name>_fwd and <name>_bwd beside autograd: the first one
+    also returns what the kernels have kept, one tensor of v's dtype, which the second one takes behind dht.
+    <name>_fwd records them where it can, so that no backward makes the forward again under torch.compile and
+    activation checkpointing. The kernels of such a family also have
+
+        kept_layout(core) -> the layout of what a forward with `keep` leaves in one tensor of v's dtype: ints,
+        of
+                             which the first one is the number of elements
+
+    which follows from the metadata of core alone. It is an argument of <name>_fwd_kept, and of
+    <name>_bwd_kept behind what is kept. A graph from torch's cache on disk may have the layout of other
+    kernels. Then what is returned has that size, with nothing in it, and the backward of the kernels, whose
+    layout is another one, makes the forward again."""
+
+    def __init__(self, ops: LinearOps) -> None:
+        self._ops = ops
+        self._inputs = len(ops.family.inputs)
+        self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd
+        self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
+        self._define()
+        self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
+        self._implement()
+        self._register()
+
+    def layout(self, args: Sequence[Any]) -> tuple[int, ...] | None:
+        """The layout of what a recorded call of <name>_fwd with these arguments should keep. None where no
+        kernels run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
+        if not self._has_kernels(args[0]) or transforms.are_active() or not memo.may_keep():
+            return None
+        sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
+        if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
+            return None
+        core, _ = self._ops.split(tuple(args))
+        return self._ops.family.kernels().kept_layout(core)
+
+    def _has_kernels(self, q: Tensor) -> bool:
+        # fake tensors of a GPU are also on machines without one
+        return q.device.type == "cuda" and torch.cuda.is_available()
+
+    def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return *args[: self._place], *args[self._place + 2 :]
+
+    def _define(self) -> None:
+        forward, backward = self._names
+        inputs, options, grads = self._ops.arguments()
+        define = library.get().define
+        define(
+            f"{forward}({inputs}, {options}, bool output_final_state, int[] layout)"
+            " -> (Tensor o, Tensor final_state, Tensor kept)"
+        )
+        define(
+            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, int[] layout, {options},"
+            f" bool needs_gates) -> ({grads})"
+        )
+
+    def _implement(self) -> None:
+        forward, backward = self._names
+        impl = library.get().impl
+        impl(forward, self._fwd_cpu, "CPU")
+        impl(forward, self._fwd_cuda, "CUDA")
+        impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
+        impl(backward, self._bwd_cuda, "CUDA")
+        no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
+        for name, op, refusal in ((forward, self.fwd, no_gradients), (backward, self.bwd, self._ops.refusal)):
+            refusing = autograd.refusing(name, op, refusal)
+            impl(name, autograd.recording(name, op, refusing), "Autograd")
+
+    def _register(self) -> None:
+        forward, backward = self._names
+        our_library = library.get()
+        our_library.register_fake(forward, self._fwd_fake)
+        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self._without(args)))
+        # what is kept is of one call, not of one that is as many times as large
+        our_library.register_vmap(
+            backward,
+            lambda info, in_dims, *args: self._ops.bwd_vmap(
+                info, self._without(in_dims), *self._without(args)
+            ),
+        )
+        for name, count in zip(self._names, self._ops.family.flops, strict=True):
+            flops.register(name, count)
+
+    def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *of_fwd, layout = args
+        return *self._ops.fwd(*of_fwd), args[2].new_zeros(layout[0])
+
+    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *of_fwd, layout = args
+        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(layout[0])
+
+    def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        core, (output_final_state, layout) = self._ops.split(args)
+        forward = self._ops.family.kernels().forward
+        o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
+        left = kept.tensors[0] if kept is not None and kept.layout == tuple(layout) else None
+        return o, present(last, o), o.new_empty(layout[0]) if left is None else left
+
+    def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        left, layout = args[self._place : self._place + 2]
+        return self._ops.differentiate(Kept((left,), tuple(layout)), self._without(args))
 
 
 # Head dims that the kernels lack: q, k, v and states with zeros up to multiples of 16, results without them.

@@ -129,18 +129,10 @@ _LEAST_M = -16384.0
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same state with an m that dtype holds exactly; what m loses in rounding goes into c and n.
-
-    Rounding m alone would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of
-    less than that would never happen. A finite m below -16384 becomes -16384; m = -inf, of an empty state,
-    stays.
-
-    Args:
-        c: [B, NH, DHQK, DHHV]. n: [B, NH, DHQK]. m: [B, NH, 1]. dtype: a dtype of 16 bits.
-
-    Returns:
-        (c, n, m) in the dtypes they came in.
-    """
+    """The same state, c [B, NH, DHQK, DHHV], n [B, NH, DHQK], m [B, NH, 1] in the dtypes they came in, with
+    an m that dtype, of 16 bits, holds exactly; what m loses in rounding goes into c and n. Rounding m alone
+    would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of less than that
+    would never happen. A finite m below -16384 becomes -16384; m = -inf, of an empty state, stays."""
     kept = m.clamp(min=_LEAST_M).to(dtype).to(m.dtype)
     kept = torch.where(m == -torch.inf, m, kept)
     scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)

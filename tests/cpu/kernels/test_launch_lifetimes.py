@@ -41,5 +41,5 @@ def test_gates_in_float64(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ..
     gates = [torch.randn(B, NH, *(tokens or (1,)), dtype=torch.float64) for _ in range(2)]
     state = (torch.zeros(B, NH, K, V), torch.zeros(B, NH, K), torch.zeros(B, NH, 1))
     monkeypatch.setattr(torch.Tensor, "float", float_)
-    decoding._launch(q, k, v, *gates, state, state, False, True, 1e-6, False)
+    decoding._launch((q, k, v, *gates), state, state, False, True, 1e-6, False)
     assert alive == [True, True] and len(set(addresses)) == 2

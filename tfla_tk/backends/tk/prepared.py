@@ -204,12 +204,9 @@ def layout_of(core: Any) -> Any:
 
 class Forwards:
     """The forwards of a family, each for calls whose tensors lie alike, by what their launches depend on.
-
-    Args:
-        make: `Forward` of a core that is as `readable` leaves it, of output_final_state and keep: a function
-            of the core's tensors. It has to look at their addresses, which may be odd.
-        operands: of the core, which a TMA descriptor has to address.
-    """
+    make: `Forward` of a core that is as `readable` leaves it, of output_final_state and keep: a function of
+    the core's tensors. It has to look at their addresses, which may be odd. operands: of the core, which a
+    TMA descriptor has to address."""
 
     def __init__(self, make: Callable[..., Callable[..., Any]], operands: Sequence[str]) -> None:
         self._make, self._operands = make, operands

@@ -51,15 +51,19 @@ def is_ours(function: Any) -> bool:
     return isinstance(function, partial) and getattr(function.func, "__module__", "") == kernels.__name__
 
 
-def sequence_function(sigmoid_gate: bool, backend: str) -> partial[Any]:
-    return partial(kernels.chunkwise_siging if sigmoid_gate else kernels.chunkwise, backend=backend)
+_FUNCTIONS: dict[tuple[bool, bool], Any] = {
+    (True, False): kernels.chunkwise,
+    (True, True): kernels.chunkwise_siging,
+    (False, False): kernels.step,
+    (False, True): kernels.step_siging,
+}
 
 
-def step_function(sigmoid_gate: bool, backend: str) -> partial[Any]:
-    """The step function for a registry. Variants are the chunkwise kernels': the step has the name alone."""
-    return partial(
-        kernels.step_siging if sigmoid_gate else kernels.step, backend=dispatch.split_backend(backend)[0]
-    )
+def function_of(of_sequences: bool, sigmoid_gate: bool, backend: str) -> partial[Any]:
+    """The chunkwise or the step function for a registry. Variants are the chunkwise kernels': the step has
+    the name alone."""
+    named = backend if of_sequences else dispatch.split_backend(backend)[0]
+    return partial(_FUNCTIONS[of_sequences, sigmoid_gate], backend=named)
 
 
 def bind(module: nn.Module, backend: str, step: Any = None) -> None:
@@ -71,15 +75,11 @@ def bind(module: nn.Module, backend: str, step: Any = None) -> None:
     chosen = {"normalize": getattr(config, "normalize_siging", True)} if sigmoid_gate else {}
     if step is None or sigmoid_gate:
         # no other package has a step with sigmoid gate
-        step = partial(step_function(sigmoid_gate, backend), **chosen)
-    function = sequence_function(sigmoid_gate, backend)
-    sequence = partial(
-        function,
-        **chosen,
-        eps=config.eps,
-        chunk_size=config.chunk_size,
-        autocast_kernel_dtype=getattr(torch, config.autocast_kernel_dtype),
-    )
+        step = partial(function_of(False, sigmoid_gate, backend), **chosen)
+    function = function_of(True, sigmoid_gate, backend)
+    dtype = getattr(torch, config.autocast_kernel_dtype)
+    of_config = {"eps": config.eps, "chunk_size": config.chunk_size, "autocast_kernel_dtype": dtype}
+    sequence = partial(function, **chosen, **of_config)
     inference = partial(
         kernels.inference,
         sequence=sequence,

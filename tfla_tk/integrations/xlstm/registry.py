@@ -35,8 +35,7 @@ class Kind(NamedTuple):
 
     def ours(self, key: str, backend: str) -> Any:
         """This package's function for a name: the sigmoid gate where the name says so."""
-        make = modules.sequence_function if self.prefix else modules.step_function
-        return make("siging" in key, backend)
+        return modules.function_of(bool(self.prefix), "siging" in key, backend)
 
     def original(self, key: str) -> Callable[..., Any]:
         return self.registry[key + ORIGINAL]

@@ -154,17 +154,11 @@ def make_plan(
     *,
     states_given: bool,
 ) -> Plan:
-    """The plan of calls of these sizes.
-
-    Args:
-        memory_at: the prepared address of the allocation.
-        sequences: of the batch, or packed.
-        chunk_slots: per head, of what there is once per chunk.
-        options: batch invariant, e of every token comes from its kernel of rows, whether something is cut or
-            not.
-        states_given: the forward has left the states at the boundaries: state_c and state_n are in its
-            workspace, not in this allocation, and nobody reads state_decay.
-    """
+    """The plan of calls of these sizes. sequences: of the batch, or packed. chunk_slots: per head, of what
+    there is once per chunk. memory_at: the prepared address of the allocation. options: batch invariant, e of
+    every token comes from its kernel of rows, whether something is cut or not. states_given: the forward has
+    left the states at the boundaries: state_c and state_n are in its workspace, not in this allocation, and
+    nobody reads state_decay."""
     kernel = build.load(instances.CHUNKWISE[options.decay])
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
