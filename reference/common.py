@@ -117,20 +117,14 @@ def scan_chunks(chunk: Step, size: int, tokens: States, states: States) -> tuple
 
 
 def recomputed(chunk: Step) -> Step:
-    """``chunk``, whose backward pass computes its terms again instead of keeping them."""
-    if not _can_recompute():
+    """``chunk``, whose backward pass computes its terms again instead of keeping them; not under torch.func,
+    whose transforms a checkpoint may lack rules for, nor where hooks on saved tensors are off."""
+    if transforms.are_active() or transforms.is_forward_mode_on():
+        return chunk
+    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+    if not (torch.compiler.is_compiling() or is_enabled is None or is_enabled()):
         return chunk
     return partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
-
-
-def _can_recompute() -> bool:
-    """Whether a checkpoint works here: not under torch.func, whose transforms it may lack rules for."""
-    if transforms.are_active() or transforms.is_forward_mode_on():
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
-    return is_enabled is None or bool(is_enabled())
 
 
 def split_chunks(tokens: States, size: int) -> list[States]:

@@ -22,17 +22,8 @@ import torch
 from torch import Tensor, einsum
 from torch.nn.functional import softplus
 
-from .common import (
-    States,
-    compute_dtype,
-    described,
-    full_precision,
-    other_form,
-    promote,
-    recomputed,
-    scan,
-    scan_chunks,
-)
+from . import common
+from .common import States, full_precision, other_form, promote
 from .linear import chunk_decay, run_linear
 
 _R = TypeVar("_R")
@@ -58,8 +49,8 @@ def gated_delta_rule_chunkwise(
     B HV K chunk_size^2 numbers; the backward pass recomputes chunk by chunk, so that it needs no more. Under
     torch.func it keeps them all.
     """
-    chunk = recomputed(gated_delta_chunk) if g.dim() == q.dim() else gated_delta_chunk
-    form = scan(gated_delta_step, chunk, chunk_size)
+    chunk = common.recomputed(gated_delta_chunk) if g.dim() == q.dim() else gated_delta_chunk
+    form = common.scan(gated_delta_step, chunk, chunk_size)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -89,7 +80,7 @@ def _without_decay(gated: Callable[..., _R], doc: str) -> Callable[..., _R]:
     def form(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> _R:
         return gated(q, k, v, torch.zeros_like(beta), beta, *args, **kwargs)
 
-    return described(form, gated, ("gated_", ""), "g", doc)
+    return common.described(form, gated, ("gated_", ""), "g", doc)
 
 
 delta_rule_recurrent = _without_decay(
@@ -136,7 +127,7 @@ def kda_with_states(
         states.append(tokens_and_state[-1])
         return gated_delta_chunk(*tokens_and_state)
 
-    form = partial(scan_chunks, chunk, chunk_size)
+    form = partial(common.scan_chunks, chunk, chunk_size)
     o, last = run_linear(form, q, k, v, (g, beta), scale, initial_state, True, cu_seqlens)
     assert last is not None
     none = last.new_empty(v.shape[0], 0, *last.shape[1:])
@@ -262,7 +253,7 @@ def delta_log_decay_backward(
 
 def _rate_and_biased(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """exp(A_log) and x + dt_bias, the former to be multiplied with the latter."""
-    dtype = compute_dtype(x, A_log, dt_bias)
+    dtype = common.compute_dtype(x, A_log, dt_bias)
     biased = x.to(dtype) if dt_bias is None else x.to(dtype) + dt_bias.to(dtype).view(x.shape[2:])
     rate = x.new_ones(x.shape[2], dtype=dtype) if A_log is None else torch.exp(A_log.to(dtype))
     return rate.view(-1, *[1] * (x.dim() - 3)), biased

@@ -110,7 +110,7 @@ def run_backward(
     tokens = (*repeat_heads(q, k, v), v, *gates, do)
     shape = (common.sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
     zero = q.new_zeros(shape, dtype=common.compute_dtype(*tokens))
-    states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
+    states = (zero if x is None else x.mT if state_v_first else x for x in (initial_state, dht))
     *promoted, h0, ds = common.promote(*tokens, *states)
     promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
     promoted[0] = promoted[0] * scale
@@ -123,13 +123,6 @@ def run_backward(
     dh0 = dh0.mT if state_v_first else dh0
     like = (q, k, v, *gates, dh0 if initial_state is None else initial_state)
     return tuple(x.to(y.dtype) for x, y in zip((*found, dh0), like, strict=True))
-
-
-def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:
-    """A state or its gradient as [N, HV, K, V]; None is zero."""
-    if state is None:
-        return zero
-    return state.mT if state_v_first else state
 
 
 # A decay within a chunk, and linear attention with one: what GLA, simple GLA and the delta rule share.
@@ -149,7 +142,6 @@ class ChunkDecay(NamedTuple):
 
     @property
     def per_channel(self) -> bool:
-        """Every channel has a decay of its own."""
         return self.pairs.dim() > self.through.dim()
 
     @property

@@ -155,10 +155,8 @@ def mlstm_siging_sequence(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """A few tokens of mLSTMsig that go on from a state: what as many calls of `mlstm_siging_step` compute.
 
-    Arguments, errors and the choice of the backend as in `mlstm_sequence`; there is no m.
-
-    Args:
-        normalize: divide by the normaliser; without it n is passed through.
+    Arguments, errors and the choice of the backend as in `mlstm_sequence`, normalize as in
+    `mlstm_siging_step`; there is no m.
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n), new tensors unless
@@ -169,12 +167,7 @@ def mlstm_siging_sequence(
 
 
 def is_sequence_on_tk(
-    tensors: tuple[Any, ...],
-    *,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype | None,
+    tensors: Any, *, sigmoid_gate: bool, normalize: bool, eps: float, dtype_state: torch.dtype | None
 ) -> bool:
     """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend: the plan that
     the call itself finds again. Bad arguments raise what the call would raise. tensors: q, k, v, i, f, c, n,

@@ -222,26 +222,21 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 # of every operator the arguments of its example behind q, k and v; numbers are themselves
+_OF_BOTH_WAYS: dict[str, tuple[str | int, ...]] = {
+    "delta_rule": ("beta",),
+    "gla": ("g of channels",),
+    "kda": ("g of channels", "beta"),
+    "retention": (),
+    "simple_gla": ("g",),
+}
 EXAMPLES: dict[str, tuple[str | int, ...]] = {
-    "chunk_delta_rule": ("beta",),
+    **{f"{way}_{op}": of for way in ("chunk", "fused_recurrent") for op, of in _OF_BOTH_WAYS.items()},
     "chunk_gated_delta_rule": ("g", "beta"),
-    "chunk_gla": ("g of channels",),
-    "chunk_kda": ("g of channels", "beta"),
-    "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
-    "chunk_retention": (),
-    "chunk_simple_gla": ("g",),
-    "fused_recurrent_delta_rule": ("beta",),
     "fused_recurrent_gated_delta_rule": ("g",),
-    "fused_recurrent_gla": ("g of channels",),
-    "fused_recurrent_kda": ("g of channels", "beta"),
-    "fused_recurrent_retention": (),
-    "fused_recurrent_simple_gla": ("g",),
-    "mlstm_chunkwise": ("i", "f"),
-    "mlstm_siging_chunkwise": ("i", "f"),
-    "mlstm_step": ("i", "f", "c", "n", "m"),
-    "mlstm_siging_step": ("i", "f", "c", "n"),
-    "mlstm_sequence": ("i", "f", "c", "n", "m"),
-    "mlstm_siging_sequence": ("i", "f", "c", "n"),
+    "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
+    **dict.fromkeys(("mlstm_chunkwise", "mlstm_siging_chunkwise"), ("i", "f")),
+    **dict.fromkeys(("mlstm_step", "mlstm_sequence"), ("i", "f", "c", "n", "m")),
+    **dict.fromkeys(("mlstm_siging_step", "mlstm_siging_sequence"), ("i", "f", "c", "n")),
 }
 
 

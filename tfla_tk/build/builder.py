@@ -18,16 +18,9 @@ from typing import Any
 import torch
 
 from tfla_tk import env
-from tfla_tk.build import cache, prebuilt
+from tfla_tk.build import cache, compiler, prebuilt
 from tfla_tk.build.cache import Artifact, name_of
-from tfla_tk.build.compiler import (
-    EXTENSION,
-    CompileResult,
-    Slots,
-    compile_cubin,
-    compile_extension,
-    compile_launcher,
-)
+from tfla_tk.build.compiler import EXTENSION, CompileResult, Slots
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.gate import SerialisedError, check_serialised, ptxas_faults
 from tfla_tk.build.instances import Instance, Launcher, check_exports
@@ -136,7 +129,7 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
     out_dir.mkdir(parents=True, exist_ok=True)
     cubin = out_dir / f"{instance.name}.cubin"
     started = time.monotonic()
-    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
+    log = compiler.compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
     return CompileResult(cubin, log, time.monotonic() - started)
 
 
@@ -283,15 +276,15 @@ def _compiled(
     first = artifacts[0]
     if isinstance(first, Launcher):
         library = scratch / f"{first.name}.so"
-        compile_launcher(first, toolchain, kittens, library, slots)
+        compiler.compile_launcher(first, toolchain, kittens, library, slots)
         return library, ""
     if not isinstance(first, Instance):
         library = scratch / f"{first}.abi3.so"
-        compile_extension(toolchain, library, slots)
+        compiler.compile_extension(toolchain, library, slots)
         return library, ""
     instances = [artifact for artifact in artifacts if isinstance(artifact, Instance)]
     cubin = scratch / f"{first.name}.cubin"
-    log = compile_cubin(instances, toolchain, kittens, cubin, slots)
+    log = compiler.compile_cubin(instances, toolchain, kittens, cubin, slots)
     if env.refuses_slow_kernels():
         check_serialised(log, first.name, toolchain.identity)
     for fault in ptxas_faults(log):

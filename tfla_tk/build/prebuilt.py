@@ -77,11 +77,5 @@ def _read(folder: Path) -> Index | None:
         raise BuildError(f"{folder / INDEX} cannot be read: {error}", "reinstall tfla_tk") from error
 
 
-@functools.cache
-def _key(artifact: cache.Artifact) -> str:
-    return cache.source_key(artifact, sources.thunderkittens_commit())
-
-
-@functools.cache
-def _headers_key(headers: tuple[str, ...]) -> str:
-    return cache.headers_key(headers)
+_headers_key = functools.cache(cache.headers_key)
+_key = functools.cache(lambda artifact: cache.source_key(artifact, sources.thunderkittens_commit()))

@@ -7,16 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tfla_tk.calls.linear import DEFAULT_CHUNK, LinearCall, Operands, check_frame, check_gate, check_operands
-from tfla_tk.core import transforms
-from tfla_tk.core.checks import (
-    check_bool,
-    check_device,
-    check_int,
-    check_number,
-    check_shape,
-    check_tensor,
-    fail,
-)
+from tfla_tk.core import checks, transforms
 from tfla_tk.core.layout import MaybeTensor
 
 CHUNK_SIZES, KDA_CHUNK_SIZES = (16, 32, 64), (32, 64)
@@ -60,7 +51,6 @@ class DeltaRuleCore(NamedTuple):
 
     @property
     def lower_bound(self) -> None:
-        """Of the log decay: there is none."""
         return None
 
 
@@ -115,11 +105,11 @@ def check_delta_rule(
     """Check one call of chunk_gated_delta_rule, or of chunk_delta_rule, whose g is None, and describe it.
     Without use_gate_in_kernel A_log and dt_bias are not looked at. others: as of `_check_rule`."""
     operands = check_operands(q, k, v)
-    use_gate = check_bool("use_gate_in_kernel", others.pop("use_gate_in_kernel"))
+    use_gate = checks.check_bool("use_gate_in_kernel", others.pop("use_gate_in_kernel"))
     if gated:
         check_gate("g", g, q, operands.gate_shape)
     elif isinstance(scale, Tensor):
-        fail("scale", "a number or None (chunk_gated_delta_rule takes a gate)", "a tensor", TypeError)
+        checks.fail("scale", "a number or None (chunk_gated_delta_rule takes a gate)", "a tensor", TypeError)
     of_frame: dict[str, Any] = {"v_first_in": "chunk_gated_delta_rule", "scale": scale}
     return DeltaRuleCall(
         **_check_rule(q, k, v, g, operands, {} if use_gate else None, **of_frame, **others),
@@ -148,27 +138,30 @@ def check_kda(
     """Check one call of KDA and describe it. Without use_gate_in_kernel A_log, dt_bias and lower_bound are
     not looked at. others: as of `_check_rule`."""
     operands = check_operands(q, k, v)
-    check_tensor("g", g, 4, "[B, T, HV, K]")
-    check_shape("g", g, (*operands.gate_shape, operands.dim_qk), "[B, T, HV] of v and K of q")
-    check_device("g", g, q.device)
-    raw, safe = check_bool("use_gate_in_kernel", use_gate_in_kernel), check_bool("safe_gate", safe_gate)
+    checks.check_tensor("g", g, 4, "[B, T, HV, K]")
+    checks.check_shape("g", g, (*operands.gate_shape, operands.dim_qk), "[B, T, HV] of v and K of q")
+    checks.check_device("g", g, q.device)
+    raw, safe = (
+        checks.check_bool("use_gate_in_kernel", use_gate_in_kernel),
+        checks.check_bool("safe_gate", safe_gate),
+    )
     bound = _check_lower_bound(lower_bound, safe) if raw else None
     of_raw = {"by_channel": True, "needs_a": bound is None} if raw else None
     of_frame: dict[str, Any] = {"v_first_in": "chunk_kda", "cu_seqlens": cu_seqlens}
     fields = _check_rule(q, k, v, g, operands, of_raw, **of_frame, **others)
-    in_graph = check_bool("use_graph", use_graph)
+    in_graph = checks.check_bool("use_graph", use_graph)
     if max_num_seqs is not None:
-        count = check_int("max_num_seqs", max_num_seqs, "an int or None")
+        count = checks.check_int("max_num_seqs", max_num_seqs, "an int or None")
         if in_graph and cu_seqlens is not None and count != fields["sequences"]:
-            fail("max_num_seqs", f"the {fields['sequences']} sequences of cu_seqlens", max_num_seqs)
+            checks.fail("max_num_seqs", f"the {fields['sequences']} sequences of cu_seqlens", max_num_seqs)
     return KDACall(
         **fields,
         gate="raw" if raw else "channel",
         chunk_size=check_chunk_size(chunk_size, KDA_CHUNK_SIZES),
         lower_bound=bound,
-        intermediate_states=check_bool("return_intermediate_states", return_intermediate_states),
+        intermediate_states=checks.check_bool("return_intermediate_states", return_intermediate_states),
         safe_gate=safe,
-        disable_recompute=check_bool("disable_recompute", disable_recompute),
+        disable_recompute=checks.check_bool("disable_recompute", disable_recompute),
         use_graph=in_graph,
     )
 
@@ -195,15 +188,15 @@ def _check_rule(
     of `check_frame`."""
     parameters = [] if of_raw is None else check_gate_parameters(A_log, dt_bias, q, operands, **of_raw)
     check_gate("beta", beta, q, operands.gate_shape)
-    beta_sigmoid = check_bool("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
-    neg_eigval = check_bool("allow_neg_eigval", allow_neg_eigval)
+    beta_sigmoid = checks.check_bool("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    neg_eigval = checks.check_bool("allow_neg_eigval", allow_neg_eigval)
     if neg_eigval and not beta_sigmoid:
         expected = "False without use_beta_sigmoid_in_kernel (multiply beta by 2 instead)"
-        fail("allow_neg_eigval", expected, neg_eigval)
+        checks.fail("allow_neg_eigval", expected, neg_eigval)
     return {
         **check_frame(q, operands, initial_state, **frame),
         **transforms.of_call((q, k, v, g, beta, *parameters, initial_state), ()),
-        "qk_l2norm": check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        "qk_l2norm": checks.check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         "beta_sigmoid": beta_sigmoid,
         "neg_eigval": neg_eigval,
     }
@@ -213,11 +206,13 @@ def _check_lower_bound(value: Any, safe: bool) -> float | None:
     """A finite number or None; within fla's bounds where its safe gate is asked for."""
     if value is None and not safe:
         return None
-    bound = check_number("lower_bound", value, "a number with safe_gate" if safe else "a number or None")
+    bound = checks.check_number(
+        "lower_bound", value, "a number with safe_gate" if safe else "a number or None"
+    )
     if safe and not SAFE <= bound < 0:
-        fail("lower_bound", f"a number from {SAFE:g} to less than 0 with safe_gate", value)
+        checks.fail("lower_bound", f"a number from {SAFE:g} to less than 0 with safe_gate", value)
     if not abs(bound) < float("inf"):
-        fail("lower_bound", "a finite number", value)
+        checks.fail("lower_bound", "a finite number", value)
     return bound
 
 
@@ -231,9 +226,9 @@ def check_gate_parameters(
     for name, value, layout, size in (("A_log", A_log, "[HV]", heads), ("dt_bias", dt_bias, *of_bias)):
         if value is None and (name == "dt_bias" or not needs_a):
             continue
-        check_tensor(name, value, 1, f"{layout} with use_gate_in_kernel")
-        check_shape(name, value, (size,), f"{layout} of v")
-        check_device(name, value, q.device)
+        checks.check_tensor(name, value, 1, f"{layout} with use_gate_in_kernel")
+        checks.check_shape(name, value, (size,), f"{layout} of v")
+        checks.check_device(name, value, q.device)
         found.append(value)
     return found
 
@@ -242,7 +237,7 @@ def check_chunk_size(value: Any, sizes: tuple[int, ...]) -> int:
     """One of the sizes; None is DEFAULT_CHUNK."""
     if value is None:
         return DEFAULT_CHUNK
-    size = check_int("chunk_size", value, "an int or None")
+    size = checks.check_int("chunk_size", value, "an int or None")
     if size not in sizes:
-        fail("chunk_size", f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}", value)
+        checks.fail("chunk_size", f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}", value)
     return size

@@ -92,11 +92,16 @@ def check_simple_gla(
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
     frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)
+    size = (
+        DEFAULT_CHUNK if chunk_size is None else checks.check_int("chunk_size", chunk_size, "an int or None")
+    )
+    if size < 1 or size & (size - 1):
+        checks.fail("chunk_size", "a power of two", chunk_size)
     return LinearCall(
         **frame,
         **transforms.of_call((q, k, v, g, initial_state), (g_gamma,)),
         gate=gate,
-        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
+        chunk_size=size,
     )
 
 
@@ -199,11 +204,16 @@ def check_frame(
         expected = (sequences, operands.value_heads, *dims)
         checks.check_shape("initial_state", initial_state, expected, layout, hint)
         checks.check_device("initial_state", initial_state, q.device)
+    if scale is not None:
+        number = checks.check_number("scale", scale, "a number or None")
+        if not abs(number) < math.inf:  # math.isfinite takes no symbol of torch.compile
+            checks.fail("scale", "a finite number", scale)
+        scale = number
     return {
         **operands._asdict(),
         "device": q.device,
         "sequences": sequences,
-        "scale": operands.dim_qk**-0.5 if scale is None else _check_scale(scale),
+        "scale": operands.dim_qk**-0.5 if scale is None else scale,
         "output_final_state": checks.check_bool("output_final_state", output_final_state),
         "has_initial": initial_state is not None,
         "state_v_first": state_v_first,
@@ -277,19 +287,3 @@ def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
         if expected != got:
             where = f"{got} at index {index}, where cu_seqlens has {expected}"
             checks.fail("cu_seqlens_cpu", "the offsets of cu_seqlens", where)
-
-
-def _check_scale(value: Any) -> float:
-    """A finite number, Python's or NumPy's; returned as a float."""
-    scale = checks.check_number("scale", value, "a number or None")
-    if not abs(scale) < math.inf:  # math.isfinite takes no symbol of torch.compile
-        checks.fail("scale", "a finite number", value)
-    return scale
-
-
-def _check_power_of_two(name: str, value: Any) -> int:
-    """A positive power of two, of Python's or NumPy's integers; returned as Python's."""
-    size = checks.check_int(name, value, "an int or None")
-    if size < 1 or size & (size - 1):
-        checks.fail(name, "a power of two", value)
-    return size

@@ -68,7 +68,6 @@ class Memo(Generic[Result]):
         return len(self._results)
 
     def keep(self, key: Hashable, result: Result) -> None:
-        """Have `get(key)` return the result from now on."""
         with self._lock:
             while len(self._results) >= LIMIT and key not in self._results:
                 del self._results[next(iter(self._results))]

@@ -100,5 +100,4 @@ class CallPath:
         return serve(*self._as_dtype(tensors, dtype))
 
     def _as_dtype(self, tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """The tensors with the leading ones in the given dtype."""
         return *(x.to(dtype) for x in tensors[: self.cast]), *tensors[self.cast :]

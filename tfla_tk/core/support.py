@@ -26,7 +26,6 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """True when there is no token to compute."""
         return self.batch * self.heads * self.seq == 0
 
 

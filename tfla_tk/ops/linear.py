@@ -240,7 +240,6 @@ class LinearOps:
         return core._make((*self.family.op_inputs(core[: self._count]), *core[self._count :]))
 
     def _padded(self, call: LinearCall, core: Any) -> Any:
-        """The core with head dims that the kernels have."""
         if fits(call):
             return core
         names = "q", "k", "v", "initial_state", *self.family.gates
@@ -469,7 +468,6 @@ class LinearOps:
         )
 
     def _record_packed(self, *args: Any) -> Recorded:
-        """packed_<name> with what its backward op takes."""
         inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.packed(*args)
@@ -483,7 +481,6 @@ class LinearOps:
         return self.packed_bwd(*_with_grads(saved, *grads), *options)
 
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
-        """Whether gates have a gradient."""
         return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
 
 

@@ -254,15 +254,15 @@ def _bwd_cuda(*args: Any) -> Grads:
 
 
 def _kernels_fwd(*args: Any) -> Any:
-    from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+    from tfla_tk.backends.tk.scalar_gate import forward
 
-    return tk_forward.mlstm_fwd(*args)
+    return forward.mlstm_fwd(*args)
 
 
 def _kernels_bwd(*args: Any) -> MaybeGrads:
-    from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+    from tfla_tk.backends.tk.scalar_gate import backward
 
-    return tk_backward.mlstm_bwd(*args)
+    return backward.mlstm_bwd(*args)
 
 
 # Uninitialised results; [0] for what was not asked for

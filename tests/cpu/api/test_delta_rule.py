@@ -47,7 +47,7 @@ def test_keys_of_norm_0() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(ops, LAUNCH)
+    module = Kernels(ops.ops, LAUNCH)
     serve_by(module, monkeypatch)
     return module
 

@@ -11,16 +11,14 @@ from tfla_tk.core.layout import FORMS, state_dtype
 from tfla_tk.core.memo import has_no_values
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
-from tfla_tk.ops import gla as gla_ops
-from tfla_tk.ops import kda as kda_ops
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 from tfla_tk.ops import simple_gla as simple_gla_ops
 
 simple_gla = simple_gla_ops.ops.serve_by_reference
 delta_rule = delta_rule_ops.ops.serve_by_reference
-gla = gla_ops.ops.serve_by_reference
-kda = kda_ops.ops.serve_by_reference
+gla = simple_gla_ops.gla.serve_by_reference
+kda = delta_rule_ops.kda.serve_by_reference
 
 
 def supports_form(call: object, variant: str | None = None) -> Support:

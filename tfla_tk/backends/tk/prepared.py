@@ -51,6 +51,11 @@ def pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """x in a dtype that the decoding kernels read."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
 def gate(x: Tensor) -> Gate:
     return x.data_ptr(), *x.stride(), DTYPES[x.dtype]
 
@@ -114,10 +119,13 @@ def _dense(x: Tensor) -> Tensor:
 
 # what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
+Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
+Gradients: TypeAlias = tuple[Any, ...]  # in the order of the inputs; None for what was not asked for
 
 NO_OPERAND: Operand = (0, 0, 0, 0)
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 _SCRATCH_ALIGNMENT = 256  # bytes
+FLOAT = torch.float32.itemsize
 
 
 class Sizes(NamedTuple):

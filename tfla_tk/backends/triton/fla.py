@@ -106,17 +106,16 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
 
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
-    gated = call.gate != "none"
+    """Of KDA, too: its backward is not one that some versions of Triton miscompile."""
     found = [refusal_of_call(_op_of(call), call, variant)]
-    if not gated:
+    if call.gate == "none":
         found.append(uneven_heads(call))
     found.append(_too_many_keys(call))
+    gated = call.gate != "none" and not isinstance(call, KDACall)
     return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
 
 
-def supports_kda(call: KDACall, variant: str | None = None) -> Support:
-    refusal = together(refusal_of_call(_op_of(call), call, variant), _too_many_keys(call))
-    return refusal or too_many_heads(call) or verdict_on_gradients(call, gated=False)
+supports_kda = supports_delta_rule
 
 
 def _too_many_keys(call: LinearCall) -> Support | None:

@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton.installation import (
-    GRID_LIMIT,
-    IN_THE_INTERPRETER,
-    is_interpreted,
-    load_module,
-    missing,
-    too_many,
-    unusable,
-)
+from tfla_tk.backends.triton import installation
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.support import SUPPORTED, Support, together
@@ -62,7 +54,7 @@ FAMILIES = {
 _STEP_MODULE = "mlstm_kernels.torch.recurrent.triton_step"
 
 # looked up once at import, so that torch.compile sees a constant
-MLSTM_KERNELS_MISSING = missing("mlstm_kernels", "mlstm-kernels")
+MLSTM_KERNELS_MISSING = installation.missing("mlstm_kernels", "mlstm-kernels")
 
 
 def variants(op: str) -> list[str]:
@@ -104,8 +96,8 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     refusal = together(_TRANSFORMED if call.transformed else None, _refusal(call, name, chunk_size))
     if refusal is not None:
         return refusal
-    if is_interpreted(call.device):
-        return IN_THE_INTERPRETER
+    if installation.is_interpreted(call.device):
+        return installation.IN_THE_INTERPRETER
     inexact = ""
     if call.requires_grad and call.normalize:
         inexact = "its gradients leave out the normaliser: exact only where a scale-invariant norm follows h"
@@ -148,9 +140,9 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
 
 def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
     if kernel != "mlstm":
-        return load_module(_STEP_MODULE)
+        return installation.load_module(_STEP_MODULE)
     name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
-    return load_module(_module_of(name))
+    return installation.load_module(_module_of(name))
 
 
 def _module_of(name: str) -> str:
@@ -161,7 +153,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether mlstm_kernels' Triton step serves one token; ValueError for a variant: it has one form."""
     if variant is not None:
         fail("backend", "'triton' for a step", repr(f"triton:{variant}"))
-    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
+    found = [installation.unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.sigmoid_gate:
         reason = "mlstm_kernels has no step with sigmoid input gate"
         found.append(Support(False, reason, "use backend='reference'"))
@@ -181,10 +173,10 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     if elements > INT32_LIMIT:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
     rows = call.batch * call.heads
-    if rows > GRID_LIMIT:
-        return too_many("batch x heads", rows, "split the batch or the heads")
-    if is_interpreted(call.device):
-        return IN_THE_INTERPRETER
+    if rows > installation.GRID_LIMIT:
+        return installation.too_many("batch x heads", rows, "split the batch or the heads")
+    if installation.is_interpreted(call.device):
+        return installation.IN_THE_INTERPRETER
     return SUPPORTED
 
 
@@ -212,7 +204,7 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"
         known = [each for each, other in FAMILIES.items() if other.sigmoid_gate == call.sigmoid_gate]
         return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(known)}")
-    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
+    found = [installation.unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.varlen:
         remedy = "call once per sequence, or use backend 'tk' or 'reference'"
         found.append(Support(False, "mlstm_kernels has no variable length", remedy))
@@ -248,8 +240,8 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
     if seq % chunk_size != 0:
         return Support(False, f"S = {seq} is no multiple of the chunk size {chunk_size}", "pad S")
     rows = call.batch * call.heads
-    if rows > GRID_LIMIT:
-        return too_many("batch x heads", rows, "split the batch or the heads")
+    if rows > installation.GRID_LIMIT:
+        return installation.too_many("batch x heads", rows, "split the batch or the heads")
     states = rows * (seq // chunk_size + 1) * call.dim_qk * call.dim_v
     # limit_chunk sums dv over slices of the query head dimension
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
@@ -267,12 +259,20 @@ def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support
     and chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64. rows: batch
     times heads. chunks: of one sequence."""
     if name == "limit_chunk":
-        return too_many("chunks", chunks, "use larger chunks") if chunks > GRID_LIMIT else None
-    if chunks * rows > GRID_LIMIT:
+        return (
+            installation.too_many("chunks", chunks, "use larger chunks")
+            if chunks > installation.GRID_LIMIT
+            else None
+        )
+    if chunks * rows > installation.GRID_LIMIT:
         remedy = "use larger chunks, or split the batch or the heads"
-        return too_many("chunks x batch x heads", chunks * rows, remedy)
+        return installation.too_many("chunks x batch x heads", chunks * rows, remedy)
     tiles = chunk_size // min(chunk_size, _MAX_TILE)
-    return too_many("tiles of a chunk", tiles, "use smaller chunks") if tiles > GRID_LIMIT else None
+    return (
+        installation.too_many("tiles of a chunk", tiles, "use smaller chunks")
+        if tiles > installation.GRID_LIMIT
+        else None
+    )
 
 
 def _next_power_of_2(n: int) -> int:

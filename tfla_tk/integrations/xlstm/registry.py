@@ -89,18 +89,6 @@ def replaceable() -> dict[str, tuple[Kind, str]]:
     }
 
 
-def snapshot() -> list[dict[str, Any]]:
-    return [dict(kind.registry) for kind in kinds()]
-
-
-def put_back(found: list[dict[str, Any]]) -> None:
-    """Have every name resolve as in a `snapshot`."""
-    for kind, saved in zip(kinds(), found, strict=True):
-        kind.registry.update(saved)
-        for key in kind.registry.keys() - saved.keys():
-            del kind.registry[key]
-
-
 # Kernel names in types: dataclasses do not check them, Hugging Face's configuration does
 
 

@@ -10,29 +10,20 @@ Where sequences are cut into segments (`segments`), a launch before the walks gi
 states at the borders. Where the forward has not kept the states there, another launch makes them again.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import prepared
-from tfla_tk.backends.tk.channel_gate.call import (
-    OPERANDS,
-    Shape,
-    Slice,
-    launch_segments,
-    slices_of_k,
-    slices_of_v,
-)
-from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, Operand, current_stream, starts
+from tfla_tk.backends.tk.channel_gate import call
+from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, FLOAT, Gradients, Operand, current_stream, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
-
-# dq, dk, dv, dg, dh0
-Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def backward(
@@ -79,7 +70,7 @@ class Backward:
         if kept_cut is not None:
             shape = shape._replace(walks_cut=kept_cut)
         self._device, self._needs_dg = shape.device, needs_dg
-        of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
+        of_k, of_v = call.slices_of_k(shape.dim_k), call.slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
         walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
         kernel = build.load(instances.GLA, *walks)
@@ -97,10 +88,10 @@ class Backward:
         inflow, flows_at, anchors_at, anchor_bytes = dg, 0, 0, 0
         if needs_dg:
             if core.g.dtype != torch.float32:  # else it is where dg is
-                inflow_at = scratch.take(core.g.numel() * _FLOAT)
+                inflow_at = scratch.take(core.g.numel() * FLOAT)
                 inflow = prepared.operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
-                flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
+                flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * FLOAT)
             anchor_bytes = kernel.anchor_bytes(of, shape.tile_v)  # of a slice of V
             anchors_at = scratch.take(anchor_bytes * len(of_v))
         # the mirror is done when the walks over the states begin
@@ -137,7 +128,7 @@ class Backward:
 
         def borders_of(x: Operand, y: Operand, entering_at: int, at: int, scale: float, back: bool) -> Any:
             operands = x, y, g, of_gates
-            return launch_segments(shape, offsets_at, operands, entering_at, at, scale, backward=back)
+            return call.launch_segments(shape, offsets_at, operands, entering_at, at, scale, backward=back)
 
         before = []
         if borders_at and kept_cut is None:
@@ -181,5 +172,4 @@ class Backward:
         return dq, dk, dv, dg, prepared.filled(dh0, dh0_written)
 
 
-_FLOAT = torch.float32.itemsize
 _backwards: Memo[Backward] = Memo()

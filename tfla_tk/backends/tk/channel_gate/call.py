@@ -11,7 +11,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals, segments
-from tfla_tk.backends.tk.prepared import Launch, Operand, Sizes, multiprocessors
+from tfla_tk.backends.tk.prepared import FLOAT, Launch, Operand, Sizes, multiprocessors
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.linear import GLACore, LinearCall
@@ -22,7 +22,6 @@ OPERANDS = ("q", "k", "v", "g")  # of a `GLACore`
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 _SLICE_V = 128  # of V, of a CTA of the forward, at most
-_FLOAT = torch.float32.itemsize
 # By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
 # are a little slower. Estimates (docs/log/gla.md, "Segments").
 _COSTS = {
@@ -68,7 +67,7 @@ class Shape(Sizes):
     @property
     def borders_bytes(self) -> int:
         """Of the allocation of the states at the borders; 0 where there are none."""
-        return self.borders * self.heads * self.dim_k * (self.dim_v + 1) * _FLOAT
+        return self.borders * self.heads * self.dim_k * (self.dim_v + 1) * FLOAT
 
     @property
     def walkers(self) -> int:
@@ -122,7 +121,7 @@ class Slice(NamedTuple):
 
     def of_states(self, address: int, row: int = 1) -> int:
         """Where they begin in states [N, H, K, V] in fp32, whose rows have `row` numbers; 0 for none."""
-        return address and address + self.first * row * _FLOAT
+        return address and address + self.first * row * FLOAT
 
     def with_part(self, part_at: int) -> tuple[int, int, bool, bool]:
         """As a launch takes it, with the address of what it leaves of its sums over K for the next one."""
@@ -162,7 +161,7 @@ def launch_segments(
     of_segments = instances.kernel_of("gla_segments", shape.half, tile=tile, backward=backward)
     kernel = build.load(instances.GLA, of_segments)
     states = shape.borders * shape.heads * shape.dim_k * shape.dim_v
-    decays_at = borders_at + states * _FLOAT
+    decays_at = borders_at + states * FLOAT
     return kernel.segments(
         shape.with_offsets(offsets_at), *operands, entering_at, borders_at, decays_at, scale, backward
     )

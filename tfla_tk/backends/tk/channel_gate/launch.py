@@ -16,16 +16,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice, launch_segments, slices_of_k
-from tfla_tk.backends.tk.prepared import (
-    ADDRESS_ALIGNMENT,
-    Addresses,
-    Forwards,
-    current_stream,
-    operand_at,
-    starts,
-)
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
@@ -48,7 +42,7 @@ class Forward:
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.GLA, shape.walk("forward"))
-        addresses = Addresses()
+        addresses = prepared.Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
@@ -93,5 +87,5 @@ class Forward:
         return o, last, kept
 
 
-_forwards = Forwards(Forward, OPERANDS)
+_forwards = prepared.Forwards(Forward, OPERANDS)
 forward, prepare = _forwards.run, _forwards.prepare

@@ -5,20 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk import prepared, segments
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
-from tfla_tk.backends.tk.prepared import (
-    Gate,
-    Launch,
-    Operand,
-    Scratch,
-    Sizes,
-    layout_of,
-    memory_rate,
-    multiprocessors,
-    strides,
-)
+from tfla_tk.backends.tk.prepared import Scratch, Sizes, memory_rate, multiprocessors
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DELTA_SLICE_COLUMNS, SEGMENT_CHUNKS, Cut
 
@@ -230,17 +220,17 @@ class Shape(Sizes):
 class Places(NamedTuple):
     """What the backward reads and leaves, at prepared addresses."""
 
-    q: Operand
-    k: Operand
-    gates: tuple[Gate, Gate]  # the log decay and beta
-    writes: Operand  # those that the forward has kept
-    do: Operand
+    q: prepared.Operand
+    k: prepared.Operand
+    gates: tuple[prepared.Gate, prepared.Gate]  # the log decay and beta
+    writes: prepared.Operand  # those that the forward has kept
+    do: prepared.Operand
     dht: int  # 0 for none
-    dq: Operand  # this and dk: the results, or what `combining` makes them of
-    dk: Operand
-    combining: list[Launch]  # behind the walks, if there is one
-    dv: Operand
-    dg: Gate | None  # None where it is not wanted
+    dq: prepared.Operand  # this and dk: the results, or what `combining` makes them of
+    dk: prepared.Operand
+    combining: list[prepared.Launch]  # behind the walks, if there is one
+    dv: prepared.Operand
+    dg: prepared.Gate | None  # None where it is not wanted
     dh0: int  # 0 for none
     strengths: int  # sums for dbeta
 
@@ -272,5 +262,5 @@ class Left(NamedTuple):
 def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
     """All that the launches of a call, read as `readable` leaves it, depend on but for addresses and
     gradients."""
-    likes = None if read is core else strides(*core[:8])
-    return likes, layout_of(read)
+    likes = None if read is core else prepared.strides(*core[:8])
+    return likes, prepared.layout_of(read)

@@ -6,16 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.prepared import (
-    Scratch,
-    Sizes,
-    gate_at,
-    log_decay,
-    multiprocessors,
-    operand_at,
-    per_head_at,
-)
+from tfla_tk.backends.tk import device, prepared, refusals
+from tfla_tk.backends.tk.prepared import Scratch, Sizes, multiprocessors, operand_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
 from tfla_tk.calls.delta_rule import KDACall, KDACore
@@ -78,9 +70,9 @@ def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
     """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
     q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
     return (
-        *(q, k, g, DTYPES[core.g.dtype], gate_at(at.beta, core.beta)),
-        *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
-        *(*log_decay(core), core.scale),
+        *(q, k, g, DTYPES[core.g.dtype], prepared.gate_at(at.beta, core.beta)),
+        *(prepared.per_head_at(at.A_log, core.A_log), prepared.per_head_at(at.dt_bias, core.dt_bias, dim_k)),
+        *(*prepared.log_decay(core), core.scale),
         *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
     )
 

@@ -10,7 +10,7 @@ makes those of every chunk in parallel. Heads of v that share a head of q and k 
 the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from tfla_tk.calls.delta_rule import KDACore
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
-
-Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
-Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 _OPERANDS = ("q", "k", "v", "g")
 
@@ -42,7 +39,7 @@ def kept_layout(core: KDACore) -> tuple[int, ...]:
 
 def backward(
     core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
-) -> Gradients:
+) -> prepared.Gradients:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
     is made again."""
     _check_trainable(core)
@@ -91,7 +88,7 @@ class Forward:
             ]
         )  # fmt: skip
 
-    def __call__(self, *tensors: Any) -> Outputs:
+    def __call__(self, *tensors: Any) -> prepared.Outputs:
         at = starts(*tensors)
         if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
             return forward(KDACore._make((*tensors, *self._others)), **self._options)
@@ -155,7 +152,7 @@ class Backward:
 
     def __call__(
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
-    ) -> Gradients:
+    ) -> prepared.Gradients:
         left = prepared.left_for(
             kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
         )

@@ -21,7 +21,7 @@ begins a segment, or, for dq, the forward has left it. The one walk needs the gr
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, laid_out, multiprocessors, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches, walks
-from tfla_tk.backends.tk.scalar_gate.forward import Left, gate_of, operand_of
+from tfla_tk.backends.tk.scalar_gate.forward import Left, heads_last
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.walks import Options
 from tfla_tk.build import instances
@@ -68,8 +68,6 @@ class Tensors(NamedTuple):
 _DEFAULTS: tuple[Any, ...] = (False, None)  # of batch_invariant, which torch may leave out, and of kept
 _OPERANDS = ("q", "k", "v", "h", "dh")
 _STATES = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")
-# dq, dk, dv, di, df, dc_initial, dn_initial
-Gradients: TypeAlias = tuple[Any, ...]
 
 
 def mlstm_bwd(*args: Any) -> MaybeGrads:
@@ -87,7 +85,7 @@ def mlstm_bwd(*args: Any) -> MaybeGrads:
 
 def run(
     tensors: Tensors, options: Options, kept: Kept | None = None, like: Tensors | None = None
-) -> Gradients:
+) -> prepared.Gradients:
     """The gradients of mLSTM or of a scalar decay, on the current stream; dq and dk are of every head of
     v. kept: by the forward. like: what some of the tensors are copies of; gradients lie like these."""
     if tensors.v.numel() == 0:
@@ -109,7 +107,7 @@ def run(
     return backward(tensors, kept, like)
 
 
-def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
+def _run_without_tokens(tensors: Tensors, options: Options) -> prepared.Gradients:
     """The state passes through, and so does its gradient."""
     grads = _allocate(tensors[:7], options)
     for grad, last in zip(grads[5:], tensors[-2:], strict=True):
@@ -139,7 +137,7 @@ class Backward:
         groups = (before, of_walks, gates) if self._parts else (before, of_walks + gates, [])
         self._before, self._walks, self._gates = (build.launches(group) for group in groups)
 
-    def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> Gradients:
+    def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> prepared.Gradients:
         at = starts(*tensors)
         q, k, v, _, _, c, n, _, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = at
         if (q | k | v | c | n | h | c_last | n_last | dh | dc_last | dn_last) % ADDRESS_ALIGNMENT:
@@ -155,27 +153,24 @@ class Backward:
         written = self._as_written(grads) if self._unwritable else grads
         at += starts(*written)
         if self._parts:
-            self._run_parts(at, stream, written[6])
+            # the walks, which have a dn_initial for each part of V, their sum, and the gates
+            of_parts = written[6].new_empty((self._parts, *written[6].shape))
+            at += starts(of_parts)
+            self._walks(at, stream)
+            torch.sum(of_parts, dim=0, out=written[6])
+            self._gates(at, stream)
         else:
             self._walks(at, stream)
         for place in self._unwritable:
             grads[place].copy_(written[place])
         return grads
 
-    def _run_parts(self, at: list[int], stream: int, dn_initial: Tensor) -> None:
-        """The walks, which have a dn_initial for each part of V, their sum, and the gates."""
-        of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
-        at += starts(of_parts)
-        self._walks(at, stream)
-        torch.sum(of_parts, dim=0, out=dn_initial)
-        self._gates(at, stream)
-
-    def _as_written(self, grads: Gradients) -> Gradients:
+    def _as_written(self, grads: prepared.Gradients) -> prepared.Gradients:
         """The gradients as they lie where the kernels can write them so, else contiguous ones."""
         return tuple(x.new_empty(x.shape) if n in self._unwritable else x for n, x in enumerate(grads))
 
 
-def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> Gradients:
+def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> prepared.Gradients:
     """Uninitialised gradients, each like its input; those of q and k for every head of v. On the device
     "meta" they take no memory."""
     q, k, v, i, f, c_initial, n_initial = like
@@ -201,19 +196,19 @@ def _is_writable(grad: Tensor, place: int) -> bool:
     return place < 5 or grad.is_contiguous()
 
 
-def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
+def _describe(
+    x: Tensors, options: Options, left: Left | None, grads: prepared.Gradients
+) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read and write (grads), and whether states are those that the forward has
     left. prepared.Addresses are numbered in the order in which `Backward` says where the tensors begin."""
     addresses, normalize, decay = prepared.Addresses(), options.normalize, options.decay
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
-    if options.heads_last:
-        turned: Any = {name: _heads_first(getattr(x, name), x.v) for name in (*_OPERANDS, "i", "f")}
-        x = x._replace(**turned)
-        grads = *(_heads_first(grad, grads[2]) for grad in grads[:5]), *grads[5:]
-    batch, heads, seq, dim_v = x.v.shape
-    sizes, group = (batch, heads, seq, x.q.shape[3], dim_v), heads // x.k.shape[1]
+    turned: Any = {name: heads_last(getattr(x, name), x.v, options) for name in (*_OPERANDS, "i", "f")}
+    x, grads = x._replace(**turned), (*(heads_last(grad, x.v, options) for grad in grads[:5]), *grads[5:])
+    batch, seq, heads, dim_v = x.v.shape
+    sizes, group = (batch, heads, seq, x.q.shape[3], dim_v), heads // x.k.shape[2]
     half, device, offsets = x.q.dtype == torch.float16, x.q.get_device(), x.cu_seqlens
     sequences = sizes[0] if offsets is None else offsets.shape[0] - 1
     of_cut = {"packed": offsets is not None, "batch_invariant": options.batch_invariant}
@@ -236,25 +231,18 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
             of_one_walk = kept_at, first, of_n
         else:
             plan.memory.state_c, plan.memory.state_n = first, of_n
-    operands = {name: operand_of(getattr(at, name), getattr(x, name)) for name in _OPERANDS}
-    gates = {name: gate_of(getattr(at, name), getattr(x, name)) for name in ("i", "f")}
+    operands = {name: prepared.operand_at(getattr(at, name), getattr(x, name)) for name in _OPERANDS}
+    gates = {name: prepared.gate_at(getattr(at, name), getattr(x, name)) for name in ("i", "f")}
     read = at._replace(**operands, **gates, n_initial=at.n_initial if normalize else 0)
     is_64bit = offsets is not None and offsets.dtype == torch.int64
     of_cut_at = at.cu_seqlens, is_64bit, sequences, *cut
     call = Call(plan, sizes, read, of_cut_at, of_one_walk, options, group, half, device)
     has_parts = grads[6] is not None and walks.parts_of(dim_v) > 1
-    operands_of_grads = (operand_of(*of) for of in zip(to[:3], grads[:3], strict=True))
-    gates_of_grads = (gate_of(*of) for of in zip(to[3:5], grads[3:5], strict=True))
+    operands_of_grads = (prepared.operand_at(*of) for of in zip(to[:3], grads[:3], strict=True))
+    gates_of_grads = (prepared.gate_at(*of) for of in zip(to[3:5], grads[3:5], strict=True))
     parts_at = addresses.next() if has_parts else 0
     written = Grads._make((*operands_of_grads, *gates_of_grads, *to[5:], parts_at))
     return call, written, states_given
-
-
-def _heads_first(x: MaybeTensor, v: Tensor) -> MaybeTensor:
-    """[B, NH, S, ...] of a tensor with the heads last; the sizes of a gate may be fewer than v's."""
-    if x is None:
-        return None
-    return (x if x.dim() == 4 else x.expand(v.shape[:3])).transpose(1, 2)
 
 
 _backwards: Memo[Backward] = Memo()

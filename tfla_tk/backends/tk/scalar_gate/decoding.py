@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.prepared import current_stream, gate, multiprocessors, pointer
+from tfla_tk.backends.tk.prepared import current_stream, gate, multiprocessors, narrowed, pointer
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 
@@ -59,7 +59,8 @@ def states(c: Tensor, n: Tensor, m: MaybeTensor, dtype_state: torch.dtype) -> tu
 def readable(state: State) -> State:
     """The state contiguous and in dtypes that the kernels read; parts that are so already are themselves."""
     c, n, m = state
-    return _readable(c), _readable(n), None if m is None else _readable(m)
+    m = None if m is None else narrowed(m).contiguous()
+    return narrowed(c).contiguous(), narrowed(n).contiguous(), m
 
 
 def _launch(args: Any, before: State, after: State, *options: Any) -> Tensor:
@@ -75,10 +76,12 @@ def _launch(args: Any, before: State, after: State, *options: Any) -> Tensor:
         instance, widest, across = instances.mlstm_step(*dtypes), _VECTOR, _lanes
     else:
         instance = instances.mlstm_sequence(count, *dtypes, q.dtype == torch.float32)
-        widest, across = _widest(count, q.dtype), _warps
+        # columns of a thread at most: the registers hold v of eight columns only if it is short and narrow
+        widest = 2 * _FEWEST_COLUMNS if count <= 8 and q.dtype.itemsize == 2 else _FEWEST_COLUMNS
+        across = _warps
     launch = build.load(instances.DECODING, instance).mlstm
     # to be held until the launch, which gets addresses alone
-    i, f = _narrowed(i), _narrowed(f)
+    i, f = narrowed(i), narrowed(f)
     h = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     width = _width_of(before[0], after[0], dim_v, widest)
     # as in a large batch
@@ -90,15 +93,6 @@ def _launch(args: Any, before: State, after: State, *options: Any) -> Tensor:
         device, current_stream(device),
     )  # fmt: skip
     return h
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x contiguous and in a dtype that the kernel reads; x itself where it is that already."""
-    return _narrowed(x).contiguous()
-
-
-def _narrowed(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.float64 else x
 
 
 def _stored(state: State) -> tuple[int, ...]:
@@ -138,12 +132,6 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
     ):
         found //= 2
     return found
-
-
-def _widest(tokens: int, dtype: torch.dtype) -> int:
-    """Columns of a thread of the sequence kernel at most: the registers hold v of eight columns only if it is
-    short and narrow."""
-    return 2 * _FEWEST_COLUMNS if tokens <= 8 and dtype.itemsize == 2 else _FEWEST_COLUMNS
 
 
 @functools.lru_cache(maxsize=1024)

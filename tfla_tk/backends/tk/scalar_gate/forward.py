@@ -16,7 +16,7 @@ from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, mult
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.backends.tk.scalar_gate.walks import FLOAT, Options
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
+from tfla_tk.core.layout import Cut, Kept, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
 
 
@@ -88,21 +88,19 @@ class Forward:
         self._h_in_place = prepared.descriptor_strides(h.shape, h.stride()) is not None
         if not self._h_in_place:
             h = torch.empty(h.shape, device="meta")
-        if options.heads_last:
-            f = f.expand(v.shape[:3])
-            q, k, v, h, f = (x.transpose(1, 2) for x in (q, k, v, h, f))
-        batch, heads, seq, dim_v = v.shape
-        key_heads, dim_qk = q.shape[1], q.shape[-1]
+        q, k, v, h, i, f = (heads_last(x, v, options) for x in (q, k, v, h, i, f))
+        batch, seq, heads, dim_v = v.shape
+        key_heads, dim_qk = q.shape[2:]
         device = q.get_device()
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes = (batch, heads, seq, dim_qk, dim_v)
         processors, invariant, kept = multiprocessors(device), options.batch_invariant, False
-        narrow = (
-            options.decay
-            and not invariant
-            and takes_narrow_slices(dim_qk, dim_v, sequences * heads, processors)
-        )
+        # two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the scores, but
+        # their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all heads of all
+        # sequences
+        fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
+        narrow = options.decay and not invariant and fits and 2 * sequences * heads <= processors
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
         slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
         if options.sequential:
@@ -143,8 +141,8 @@ class Forward:
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
         addresses = prepared.Addresses()
-        operands = [operand_of(addresses.next(), x) for x in (q, k, v, h)]
-        gates = [gate_of(addresses.next(), x) for x in (i, f)]
+        operands = [prepared.operand_at(addresses.next(), x) for x in (q, k, v, h)]
+        gates = [prepared.gate_at(addresses.next(), x) for x in (i, f)]
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
         rows = [addresses.next() for _ in range(3)]
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
@@ -214,24 +212,14 @@ class Forward:
         return row_n, row_m, _fp32(q, batch, heads, chunk_slots(seq, cu_seqlens), 2)
 
 
-def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
-    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the
-    scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
-    `heads`, those of all sequences."""
-    fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
-    return fits and 2 * heads <= multiprocessors
-
-
-def operand_of(address: int, x: Tensor) -> prepared.Operand:
-    """x [B, NH, S, D], which a TMA descriptor can address, at a prepared address."""
-    strides = prepared.descriptor_strides(x.shape, x.stride())
-    assert strides is not None
-    return address, *strides
-
-
-def gate_of(address: int, x: MaybeTensor) -> prepared.Gate:
-    """A gate or its gradient [B, NH, S] at a prepared address."""
-    return prepared.NO_GATE if x is None else (address, *x.stride(), DTYPES[x.dtype])
+def heads_last(x: MaybeTensor, v: Tensor, options: Options) -> Any:
+    """A tensor [B, S, NH, ...], from one that lies as the options say; the sizes of a gate may be fewer than
+    v's."""
+    if x is None:
+        return None
+    if options.heads_last:
+        return x if x.dim() == 4 else x.expand(v.shape[:3])
+    return x.transpose(1, 2)
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

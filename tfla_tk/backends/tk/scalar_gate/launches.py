@@ -82,8 +82,19 @@ class Grads(NamedTuple):
 
 def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     """What needs no memory for gradients. states_given: the forward has kept the states at the cuts."""
-    found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
-    found.append(_of_scan(x))
+    found: list[Launch] = []
+    if x.normalize and x.plan.has_rows:
+        # e_t of every token, from dh and h, and log2 w_t
+        found.append(x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
+            x.at.dh, x.at.h, x.row_terms, (x.memory.log2_w, x.memory.e, x.plan.e_stride),
+            (*x.sizes[:3], x.sizes[4], PART_COLUMNS), x.half, x.device,
+        ))  # fmt: skip
+    # the gates of every chunk as the walks take them
+    found.append(x.kernels(x.gates).mlstm_bwd_scan(
+        x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
+        x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
+        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
+    ))  # fmt: skip
     if x.plan.is_cut:
         m, at = x.memory, x.at
         if not (states_given or x.is_narrow):
@@ -101,7 +112,12 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
     dots = x.at.row_n != 0 and not x.plan.has_rows
     found = [_of_walk(x, "dv", written, dots=dots)]
     if dots:
-        found.append(_of_factors(x))
+        # e_t of every token, from the dots of "dv"
+        rows = x.sizes[0] * x.sizes[1] * x.sizes[2]
+        found.append(x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
+            (x.memory.dots, rows, *walks.slices_of_dots(*x.dims)), x.row_terms,
+            (0, x.memory.e, x.plan.e_stride), rows, x.device,
+        ))  # fmt: skip
     return [*found, *(_of_walk(x, name, written) for name in ("dq", "dk"))]
 
 
@@ -116,33 +132,6 @@ def _of_one_walk(x: Call, written: Grads) -> Launch:
         written.dq, written.dk, written.dv,
         (memory.q_dq, memory.k_dk, memory.flows) if needs_df else (0, 0, 0),
         x.cut, x.sizes, x.group, tile, x.half, x.device,
-    )  # fmt: skip
-
-
-def _of_rows(x: Call) -> Launch:
-    """e_t of every token, from dh and h, and log2 w_t."""
-    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
-        x.at.dh, x.at.h, x.row_terms, (x.memory.log2_w, x.memory.e, x.plan.e_stride),
-        (*x.sizes[:3], x.sizes[4], PART_COLUMNS), x.half, x.device,
-    )  # fmt: skip
-
-
-def _of_scan(x: Call) -> Launch:
-    """The gates of every chunk as the walks take them."""
-    return x.kernels(x.gates).mlstm_bwd_scan(
-        x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
-        x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
-        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
-    )  # fmt: skip
-
-
-def _of_factors(x: Call) -> Launch:
-    """e_t of every token, from the dots of "dv"."""
-    batch, heads, seq, *_ = x.sizes
-    rows = batch * heads * seq
-    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
-        (x.memory.dots, rows, *walks.slices_of_dots(*x.dims)), x.row_terms,
-        (0, x.memory.e, x.plan.e_stride), rows, x.device,
     )  # fmt: skip
 
 
