@@ -4,45 +4,15 @@ The recurrent form of each operator is its specification; the others equal it up
 differentiable by autograd and computed in the inputs' dtype, at least fp32.
 """
 
-from .decay import ChunkDecay
-from .delta_rule import (
-    delta_rule_chunkwise,
-    delta_rule_parallel,
-    delta_rule_recurrent,
-    gated_delta_rule_chunkwise,
-    gated_delta_rule_parallel,
-    gated_delta_rule_recurrent,
-)
-from .delta_rule_backward import DeltaRuleGrads, gated_delta_rule_backward
-from .delta_rule_inputs import (
-    LogDecayGrads,
-    delta_log_decay,
-    delta_log_decay_backward,
-    l2_norm,
-    l2_norm_backward,
-    writing_strength,
-    writing_strength_backward,
-)
-from .gla import gla_backward, gla_chunkwise, gla_parallel, gla_recurrent
-from .kda import kda_backward, kda_chunkwise, kda_parallel, kda_recurrent, kda_with_states
-from .linear import LinearGrads
-from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
-from .mlstm_backward import MLSTMGrads, mlstm_backward, mlstm_siging_backward
-from .mlstm_forward import MLSTMForward, mlstm_forward_terms
-from .mlstm_siging import (
-    mlstm_siging_chunkwise,
-    mlstm_siging_parallel,
-    mlstm_siging_recurrent,
-    mlstm_siging_step,
-)
-from .simple_gla import (
-    lightning_log_decay,
-    retention_log_decay,
-    simple_gla_backward,
-    simple_gla_chunkwise,
-    simple_gla_parallel,
-    simple_gla_recurrent,
-)
+# ruff: noqa: F403, F405
+from .delta_rule import *
+from .delta_rule_backward import *
+from .gla import *
+from .linear import *
+from .mlstm import *
+from .mlstm_backward import *
+from .mlstm_forward import *
+from .simple_gla import *
 
 __all__ = [
     "ChunkDecay",

@@ -23,7 +23,8 @@ States = tuple[Tensor, ...]
 Step = Callable[..., tuple[Tensor, States]]  # one token, or one chunk
 Form = Callable[[States, States], tuple[Tensor, States]]
 
-ALL_TOKENS = 2**40  # a chunk size that no sequence exceeds
+# chunk sizes of the forms: one that no sequence exceeds, and what stands for no chunks
+_SIZES: dict[str, Any] = {"parallel": 2**40, "recurrent": "token by token"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,20 +117,14 @@ def scan_chunks(chunk: Step, size: int, tokens: States, states: States) -> tuple
 
 
 def recomputed(chunk: Step) -> Step:
-    """``chunk``, whose backward pass computes its terms again instead of keeping them."""
-    if not _can_recompute():
+    """``chunk``, whose backward pass computes its terms again instead of keeping them; not under torch.func,
+    whose transforms a checkpoint may lack rules for, nor where hooks on saved tensors are off."""
+    if transforms.are_active() or transforms.is_forward_mode_on():
+        return chunk
+    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+    if not (torch.compiler.is_compiling() or is_enabled is None or is_enabled()):
         return chunk
     return partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
-
-
-def _can_recompute() -> bool:
-    """Whether a checkpoint works here: not under torch.func, whose transforms it may lack rules for."""
-    if transforms.are_active() or transforms.is_forward_mode_on():
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
-    return is_enabled is None or bool(is_enabled())
 
 
 def split_chunks(tokens: States, size: int) -> list[States]:
@@ -142,25 +137,37 @@ def split_chunks(tokens: States, size: int) -> list[States]:
     return list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True))
 
 
-def in_one_chunk(chunkwise: Callable[..., R], doc: str) -> Callable[..., R]:
-    """The parallel form of an operator: its chunkwise form over one chunk that has all tokens. doc:
-    docstring of the parallel form, whose arguments are those of the other one but for chunk_size."""
+def is_by_token(size: int) -> bool:
+    """Whether a chunk size stands for the recurrent form (`other_form`)."""
+    return size == _SIZES["recurrent"]
 
-    def parallel(*args: Any, **kwargs: Any) -> R:
-        return chunkwise(*args, **kwargs, chunk_size=ALL_TOKENS)
 
-    return described(parallel, chunkwise, ("chunkwise", "parallel"), "chunk_size", doc)
+def scan(step: Step, chunk: Step, size: int) -> Form:
+    """The form of a whole sequence by chunks of so many tokens, or by tokens in the recurrent form."""
+    return partial(scan_tokens, step) if is_by_token(size) else partial(scan_chunks, chunk, size)
+
+
+def other_form(name: str, chunkwise: Callable[..., R], doc: str) -> Callable[..., R]:
+    """The "parallel" or "recurrent" form of an operator from its chunkwise one, which has all tokens in one
+    chunk there, or goes token by token. doc: docstring of the form, whose arguments are the same but for
+    chunk_size."""
+
+    def form(*args: Any, **kwargs: Any) -> R:
+        return chunkwise(*args, **kwargs, chunk_size=_SIZES[name])
+
+    return described(form, chunkwise, ("chunkwise", name), "chunk_size", doc)
 
 
 def described(
     function: Callable[..., R], form: Callable[..., R], rename: tuple[str, str], without: str, doc: str
 ) -> Callable[..., R]:
     """Give a function the name, renamed, and the signature, without an argument, of the form it calls."""
+    own = inspect.signature(function).parameters
     named: Any = functools.wraps(form)(function)
     named.__name__ = named.__qualname__ = form.__name__.replace(*rename)
     named.__doc__ = doc
     signature = inspect.signature(form)
-    kept = [x for name, x in signature.parameters.items() if name != without]
+    kept = [own.get(name, x) for name, x in signature.parameters.items() if name != without]
     named.__signature__ = signature.replace(parameters=kept)
     return named
 

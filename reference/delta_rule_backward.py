@@ -36,26 +36,18 @@ import torch
 from torch import Tensor
 
 from .common import BackwardForm, States, full_precision
-from .decay import chunk_decay
-from .linear import run_backward
+from .linear import chunk_decay, run_backward
 
 
 class DeltaRuleGrads(NamedTuple):
-    """Gradients of :func:`gated_delta_rule_recurrent`, each in the dtype and shape of its input.
+    """Gradients of :func:`gated_delta_rule_recurrent`, each in the dtype and shape of its input."""
 
-    Attributes:
-        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
-        dg: gradient of the log decay, [B, T, HV] or [B, T, HV, K]. dbeta: [B, T, HV] that of the writing
-            strength.
-        dh0: [N, HV, K, V] gradient of the initial state.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dg: Tensor
-    dbeta: Tensor
-    dh0: Tensor
+    dq: Tensor  #: [B, T, H, K], as dk summed over the heads of v that a head of q and k serves
+    dk: Tensor  #: [B, T, H, K]
+    dv: Tensor  #: [B, T, HV, V]
+    dg: Tensor  #: of the log decay, [B, T, HV] or [B, T, HV, K]
+    dbeta: Tensor  #: [B, T, HV] that of the writing strength
+    dh0: Tensor  #: [N, HV, K, V] that of the initial state
 
 
 @full_precision
@@ -82,6 +74,9 @@ def gated_delta_rule_backward(
     form = BackwardForm(_chunk_forward, _chunk_backward)
     found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens, chunk_size)
     return DeltaRuleGrads(*found)
+
+
+kda_backward = gated_delta_rule_backward
 
 
 def _chunk_forward(

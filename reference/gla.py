@@ -19,88 +19,60 @@ that leaves it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t
 per channel.
 """
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .common import BackwardForm, full_precision, in_one_chunk, recomputed, scan_chunks, scan_tokens
-from .decay import linear_chunk, linear_chunk_backward, linear_step
-from .linear import LinearGrads, run_backward, run_linear
+from . import simple_gla
+from .common import described
+
+_R = TypeVar("_R")
 
 
-@full_precision
-def gla_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def _of_channels(form: Callable[..., _R], doc: str, g_gamma: tuple[None, ...] = (None,)) -> Callable[..., _R]:
+    """A form of GLA from that of simple GLA, which takes a decay per channel as g, too. g_gamma: what is in
+    its place behind g."""
+
+    def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> _R:
+        return form(q, k, v, g, *g_gamma, *args, **kwargs)
+
+    return described(gla, form, ("simple_", ""), "g_gamma", doc)
+
+
+gla_recurrent = _of_channels(
+    simple_gla.simple_gla_recurrent,
     """Gated linear attention token by token: the specification of the operator.
 
     Args:
         g: [B, T, H, K] natural-log decay per channel.
         others, result and errors: as of :func:`simple_gla_recurrent`, HV = H.
-    """
-    form = partial(scan_tokens, linear_step)
-    return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
-
-
-@full_precision
-def gla_chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor | None]:
+    """,
+)
+gla_chunkwise = _of_channels(
+    simple_gla.simple_gla_chunkwise,
     """Gated linear attention in chunks: all pairs inside a chunk, recurrent from chunk to chunk.
 
     Arguments, result and errors as in :func:`gla_recurrent`; ``chunk_size`` is any positive number of tokens
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
     recomputes chunk by chunk, so that it needs no more. Under torch.func it keeps them all.
-    """
-    form = partial(scan_chunks, recomputed(linear_chunk), chunk_size)
-    return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
-
-
-gla_parallel = in_one_chunk(
-    gla_chunkwise,
+    """,
+)
+gla_parallel = _of_channels(
+    simple_gla.simple_gla_parallel,
     """Gated linear attention over all pairs of tokens, through a [B, H, K, T, T] tensor: short T only.
 
     Arguments, result and errors as in :func:`gla_recurrent`.
     """,
 )
-
-
-@full_precision
-def gla_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-) -> LinearGrads:
+gla_backward = _of_channels(
+    simple_gla.simple_gla_backward,
     """Exact gradients by the explicit formulas, chunk by chunk.
 
     Args:
         do: [B, T, H, V] gradient of o. dht: [N, H, K, V] gradient of the last state; None is zero.
         others: as in :func:`gla_recurrent`; the result does not depend on ``chunk_size``. A chunk needs
             memory for B H K chunk_size^2 numbers.
-    """
-    form = BackwardForm(linear_chunk, linear_chunk_backward)
-    found = run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens, chunk_size)
-    return LinearGrads(*found)
+    """,
+    g_gamma=(),
+)

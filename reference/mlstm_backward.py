@@ -1,6 +1,6 @@
 """Explicit backward formulas of mLSTMexp and mLSTMsig, chunk by chunk.
 
-With s = K^-1/2, R_t = s e^{b_t + m_in - m_t}, and W, w^end of :class:`~.mlstm_chunk.MLSTMChunk`::
+With s = K^-1/2, R_t = s e^{b_t + m_in - m_t}, and W, w^end of :class:`~.mlstm_forward.MLSTMChunk`::
 
     dnum_t = dh_t / w_t             dd_t = -(dh_t.h_t) / w_t * sign(d_t) * [|d_t| > floor_t]
     dS    = s W . (dnum V^T + dd 1^T)
@@ -32,8 +32,7 @@ from torch import Tensor, einsum
 from torch.nn.functional import logsigmoid
 
 from . import common
-from .mlstm_chunk import MLSTMChunk, mlstm_chunk
-from .mlstm_forward import first_state
+from .mlstm_forward import MLSTMChunk, first_state, mlstm_chunk
 
 
 class MLSTMGrads(NamedTuple):

@@ -7,54 +7,11 @@ Source: Yang et al., "Gated Linear Attention" (2024); Sun et al., "Retentive Net
     o_t = s q_t^T S_t
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from .common import BackwardForm, full_precision, in_one_chunk, scan_chunks, scan_tokens
-from .decay import linear_chunk, linear_chunk_backward, linear_step
-from .linear import LinearGrads, run_backward, run_linear
-
-
-@full_precision
-def simple_gla_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Scalar-decay linear attention token by token: the specification of the operator.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
-            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
-        g: [B, T, HV] natural-log decay per token. g_gamma: [HV] natural-log decay per head. Both given: their
-            sum; none: no decay.
-        scale: factor on q; None is K^-1/2.
-        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
-        output_final_state: return the last state instead of None.
-        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
-        state_v_first: states are [N, HV, V, K].
-
-    Returns:
-        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
-
-    Raises:
-        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
-    """
-    form = partial(scan_tokens, linear_step)
-    gates = (log_decay(v, g, g_gamma),)
-    return run_linear(
-        form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    )
+from .common import BackwardForm, full_precision, other_form, recomputed, scan
+from .linear import LinearGrads, linear_chunk, linear_chunk_backward, linear_step, run_backward, run_linear
 
 
 @full_precision
@@ -77,14 +34,39 @@ def simple_gla_chunkwise(
     Arguments, result and errors as in :func:`simple_gla_recurrent`; ``chunk_size`` is any positive number of
     tokens and the last chunk may be shorter.
     """
-    form = partial(scan_chunks, linear_chunk, chunk_size)
+    chunk = recomputed(linear_chunk) if g is not None and g.dim() == q.dim() else linear_chunk
+    form = scan(linear_step, chunk, chunk_size)
     gates = (log_decay(v, g, g_gamma),)
     return run_linear(
         form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
     )
 
 
-simple_gla_parallel = in_one_chunk(
+simple_gla_recurrent = other_form(
+    "recurrent",
+    simple_gla_chunkwise,
+    """Scalar-decay linear attention token by token: the specification of the operator.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
+            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
+        g: [B, T, HV] natural-log decay per token. g_gamma: [HV] natural-log decay per head. Both given: their
+            sum; none: no decay.
+        scale: factor on q; None is K^-1/2.
+        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        output_final_state: return the last state instead of None.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+        state_v_first: states are [N, HV, V, K].
+
+    Returns:
+        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
+
+    Raises:
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+    """,
+)
+simple_gla_parallel = other_form(
+    "parallel",
     simple_gla_chunkwise,
     """Scalar-decay linear attention as one masked [T, T] product plus the term of the initial state.
 

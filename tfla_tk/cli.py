@@ -26,7 +26,6 @@ from tfla_tk.core.errors import UnsupportedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     return run_command(_parser(), argv)
 
 

@@ -65,8 +65,7 @@ def mlstm_step(
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
     options = (False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _step.serve("mlstm_step", (q, k, v, i, f, c, n, m), options)
-    return h, (c, n, m)
+    return _step.serve("mlstm_step", (q, k, v, i, f, c, n, m), options)
 
 
 @operator
@@ -97,8 +96,7 @@ def mlstm_siging_step(
         h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors unless `inplace`.
     """
     options = (True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _step.serve("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
-    return h, (c, n)
+    return _step.serve("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
 
 
 @operator
@@ -133,15 +131,10 @@ def mlstm_sequence(
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n, m), new tensors unless
-        `inplace`.
-
-    Raises:
-        TypeError, ValueError: bad arguments, before anything is computed.
-        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+        `inplace`. Errors as in `mlstm_step`.
     """
     options = (False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
-    return h, (c, n, m)
+    return _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
 
 
 @operator
@@ -162,35 +155,23 @@ def mlstm_siging_sequence(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """A few tokens of mLSTMsig that go on from a state: what as many calls of `mlstm_siging_step` compute.
 
-    Arguments, errors and the choice of the backend as in `mlstm_sequence`; there is no m.
-
-    Args:
-        normalize: divide by the normaliser; without it n is passed through.
+    Arguments, errors and the choice of the backend as in `mlstm_sequence`, normalize as in
+    `mlstm_siging_step`; there is no m.
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n), new tensors unless
         `inplace`.
     """
     options = (True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _sequence.serve("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
-    return h, (c, n)
+    return _sequence.serve("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
 
 
 def is_sequence_on_tk(
-    tensors: tuple[Any, ...],
-    *,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype | None,
+    tensors: Any, *, sigmoid_gate: bool, normalize: bool, eps: float, dtype_state: torch.dtype | None
 ) -> bool:
-    """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend.
-
-    The answer is the plan that the call itself finds again. Bad arguments raise what the call would raise.
-
-    Args:
-        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
-    """
+    """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend: the plan that
+    the call itself finds again. Bad arguments raise what the call would raise. tensors: q, k, v, i, f, c, n,
+    m; m is None with the sigmoid gate."""
     op = "mlstm_siging_sequence" if sigmoid_gate else "mlstm_sequence"
     options = (sigmoid_gate, normalize, eps, dtype_state, False, "auto")
     return _sequence.plan(op, tensors, options).backend == "tk"

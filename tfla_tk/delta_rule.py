@@ -16,12 +16,12 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
-_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _OPTIONS = (
     *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
     *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "chunk_size", "gated", "backend"),
 )
-_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule)
+_path = CallPath("delta_rule", TENSORS, _OPTIONS, check_delta_rule)
 
 
 @operator
@@ -109,16 +109,11 @@ def chunk_gated_delta_rule(
         g: natural log of the decay per token [B, T, HV], any floating dtype (fp32 is best); with
             use_gate_in_kernel what it is made from.
         beta: writing strength [B, T, HV], any floating dtype, or with use_beta_sigmoid_in_kernel its logit.
-        scale: factor on q, a finite number; None is K^-1/2. Numbers and bools may be NumPy's.
-        initial_state: state before the first token [N, HV, K, V], any floating dtype; None is zeros. N is B,
-            or with cu_seqlens the number of sequences.
-        output_final_state: also return the state after the last token.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu: as in
+            `chunk_simple_gla`.
         use_qk_l2norm_in_kernel: take x / sqrt(sum x^2 + 1e-6) of q and of k in their place.
         use_beta_sigmoid_in_kernel: take sigmoid(beta) in place of beta.
         allow_neg_eigval: take 2 sigmoid(beta); with use_beta_sigmoid_in_kernel only.
-        state_v_first: initial and final state are [N, HV, V, K].
-        cu_seqlens, cu_seqlens_cpu: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch
-            of one, as in `chunk_simple_gla`.
         chunk_indices: not used; fla's own functions hand it to one another.
         cp_context: None: there is no context parallelism.
         use_gate_in_kernel: take -exp(A_log) softplus(g + dt_bias) in place of g.
@@ -148,11 +143,8 @@ def chunk_gated_delta_rule(
 
 def checking(function: Callable[..., Any], path: CallPath, **fixed: Any) -> Callable[..., None]:
     """Of a public function with cp_context a function of the same arguments, which checks that the call would
-    be served; nothing is computed. It raises what the call would.
-
-    Args:
-        path: of its calls. fixed: what the path takes beside the arguments.
-    """
+    be served; nothing is computed. It raises what the call would. path: of its calls. fixed: what the path
+    takes beside the arguments."""
     signature = inspect.signature(function)
     names = signature.parameters
     defaults = {name: each.default for name, each in names.items() if each.default is not each.empty}

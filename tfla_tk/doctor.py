@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ def report() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "torch_sees_gpu": _told(torch.cuda.is_available),
         "libraries": {name: _told(version, name) for name in LIBRARIES},
-        "nvcc": _told(_nvcc),
-        "thunderkittens": _told(_thunderkittens),
+        "nvcc": _told(_found, "nvcc", find_toolchain),
+        "thunderkittens": _told(partial(_found, "root", find_thunderkittens, clone=False)),
         "prebuilt": _told(_prebuilt),
         "cache": _told(_cache),
         "environment": {variable.name: variable.get() for variable in env.VARIABLES},
@@ -54,7 +55,6 @@ def report() -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """A report as text, one fact per line."""
     ours = ", ".join(_text(found[name], str) for name in ("tfla_tk", "platform"))
     lines = [_line("tfla_tk", f"{ours}, Python {found['python']}")]
     gpus = found["gpus"] or ["none (nvidia-smi is absent or reports no device)"]
@@ -150,14 +150,9 @@ def _told(find: Callable[..., Any], *arguments: Any) -> Any:
         return {"error": f"{type(error).__name__}: {error}", "remedy": ""}
 
 
-def _nvcc() -> dict[str, str]:
-    toolchain = find_toolchain()
-    return {"path": str(toolchain.nvcc), "version": toolchain.identity, "found_by": toolchain.origin}
-
-
-def _thunderkittens() -> dict[str, str]:
-    kittens = find_thunderkittens(clone=False)
-    return {"path": str(kittens.root), "version": kittens.identity, "found_by": kittens.origin}
+def _found(place: str, find: Callable[..., Any], **options: bool) -> dict[str, str]:
+    found = find(**options)
+    return {"path": str(getattr(found, place)), "version": found.identity, "found_by": found.origin}
 
 
 def _prebuilt() -> dict[str, Any]:
@@ -227,26 +222,21 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 # of every operator the arguments of its example behind q, k and v; numbers are themselves
+_OF_BOTH_WAYS: dict[str, tuple[str | int, ...]] = {
+    "delta_rule": ("beta",),
+    "gla": ("g of channels",),
+    "kda": ("g of channels", "beta"),
+    "retention": (),
+    "simple_gla": ("g",),
+}
 EXAMPLES: dict[str, tuple[str | int, ...]] = {
-    "chunk_delta_rule": ("beta",),
+    **{f"{way}_{op}": of for way in ("chunk", "fused_recurrent") for op, of in _OF_BOTH_WAYS.items()},
     "chunk_gated_delta_rule": ("g", "beta"),
-    "chunk_gla": ("g of channels",),
-    "chunk_kda": ("g of channels", "beta"),
-    "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
-    "chunk_retention": (),
-    "chunk_simple_gla": ("g",),
-    "fused_recurrent_delta_rule": ("beta",),
     "fused_recurrent_gated_delta_rule": ("g",),
-    "fused_recurrent_gla": ("g of channels",),
-    "fused_recurrent_kda": ("g of channels", "beta"),
-    "fused_recurrent_retention": (),
-    "fused_recurrent_simple_gla": ("g",),
-    "mlstm_chunkwise": ("i", "f"),
-    "mlstm_siging_chunkwise": ("i", "f"),
-    "mlstm_step": ("i", "f", "c", "n", "m"),
-    "mlstm_siging_step": ("i", "f", "c", "n"),
-    "mlstm_sequence": ("i", "f", "c", "n", "m"),
-    "mlstm_siging_sequence": ("i", "f", "c", "n"),
+    "chunk_lightning_attn": (0, 1),  # the number of the layer and of all layers
+    **dict.fromkeys(("mlstm_chunkwise", "mlstm_siging_chunkwise"), ("i", "f")),
+    **dict.fromkeys(("mlstm_step", "mlstm_sequence"), ("i", "f", "c", "n", "m")),
+    **dict.fromkeys(("mlstm_siging_step", "mlstm_siging_sequence"), ("i", "f", "c", "n")),
 }
 
 

@@ -1,9 +1,8 @@
-"""Gated linear attention: the public function, with fla 0.6.0's signature."""
+"""Gated linear attention (GLA): the public function, with fla 0.6.0's signature."""
 
 from torch import Tensor
 
-from tfla_tk.calls.gla import check_gla
-from tfla_tk.calls.linear import check_same_offsets
+from tfla_tk.calls.linear import check_gla, check_same_offsets
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
@@ -46,14 +45,8 @@ def chunk_gla(
         q, k: queries and keys [B, T, H, K], any view, of one dtype: float16, bfloat16, float32 or float64.
         v: values [B, T, H, V], q's dtype.
         g: natural log of the decay [B, T, H, K], any floating dtype (fp32 is best).
-        scale: factor on q, a finite number; None is K^-1/2. Numbers and bools may be NumPy's.
-        initial_state: state before the first token [N, H, K, V], any floating dtype; None is zeros. N is B,
-            or with cu_seqlens the number of sequences.
-        output_final_state: also return the state after the last token.
-        state_v_first: initial and final state are [N, H, V, K].
-        cu_seqlens, cu_seqlens_cpu: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch
-            of one, as in `chunk_simple_gla`.
-        backend: as in `chunk_simple_gla`.
+        scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, backend: as in
+            `chunk_simple_gla`, HV = H.
 
     Returns:
         (o, final_state) as in `chunk_simple_gla`: o [B, T, H, V] in q's dtype, final_state shaped like

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.kda import check_kda
+from tfla_tk.calls.delta_rule import check_kda
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
-from tfla_tk.delta_rule import check_no_context, checking
+from tfla_tk.delta_rule import TENSORS, check_no_context, checking
 
-_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 # those of a call token by token, and those of a chunkwise one beside them
 OPTIONS = (
     *("scale", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel"),
@@ -25,7 +24,7 @@ _CHUNK_OPTIONS = (
     *("safe_gate", "disable_recompute", "return_intermediate_states"),
     *("use_graph", "max_num_seqs", "chunk_size"),
 )
-_path = CallPath("kda", _TENSORS, (*OPTIONS, *_CHUNK_OPTIONS, "backend"), check_kda)
+_path = CallPath("kda", TENSORS, (*OPTIONS, *_CHUNK_OPTIONS, "backend"), check_kda)
 
 
 @operator

@@ -103,10 +103,7 @@ def mlstm_chunkwise(
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
         (False, True, return_last_states, eps, chunk_size, *of_backends, backend),
     )
-    if not return_last_states:
-        return h
-    c, n, m = state
-    return h, (c, n, m)
+    return (h, state) if return_last_states else h
 
 
 @operator
@@ -154,7 +151,4 @@ def mlstm_siging_chunkwise(
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
         (True, normalize, return_last_states, eps, chunk_size, *of_backends, backend),
     )
-    if not return_last_states:
-        return h
-    c, n = state
-    return h, (c, n)
+    return (h, state) if return_last_states else h

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import delta_rule, gla, kda, simple_gla
-from tfla_tk.calls.delta_rule import check_delta_rule
-from tfla_tk.calls.gla import check_gla
-from tfla_tk.calls.kda import check_kda
-from tfla_tk.calls.linear import LinearCall, check_simple_gla
+from tfla_tk.calls.delta_rule import check_delta_rule, check_kda
+from tfla_tk.calls.linear import LinearCall, check_gla, check_simple_gla
 from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
 from tfla_tk.core.checks import fail, shown
 from tfla_tk.core.dispatch import operator
@@ -26,12 +24,8 @@ Result = tuple[Tensor, Tensor | None]
 
 class _Path(CallPath):
     """The calls of a family token by token: those of its chunkwise functions, with states in place of them.
-
-    The last of their tensors, the offsets on the CPU, gives way to state_indices.
-
-    Args:
-        options: without `backend`; None: those of the chunkwise functions.
-    """
+    The last of their tensors, the offsets on the CPU, gives way to state_indices. options: without `backend`;
+    None: those of the chunkwise functions."""
 
     def __init__(
         self,

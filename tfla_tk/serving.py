@@ -80,13 +80,11 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     check_indices("ssm_state_indices", ssm_state_indices, initial_state, layout="[B]")
     _serve(
         "fused_recurrent_gated_delta_rule_packed_decode",
-        RecurrentCore(
-            q, k, v, a, b, A_log, dt_bias, initial_state, None, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, None, True,
-        ),
+        (q, k, v, a, b, A_log, dt_bias, initial_state, None, scale),
+        use_qk_l2norm_in_kernel,
         out,
         Slots(ssm_state_indices, None, _first_index(first_index)),
-    )  # fmt: skip
+    )
     return out, initial_state
 
 
@@ -175,13 +173,11 @@ def fused_sigmoid_gating_delta_rule_update(
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     _serve(
         "fused_sigmoid_gating_delta_rule_update",
-        RecurrentCore(
-            q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale, True,  # type: ignore[arg-type]
-            use_qk_l2norm_in_kernel, True, False, None, True,
-        ),
+        (q, k, v, a, b, A_log, dt_bias, initial_state, cu_seqlens, scale),
+        use_qk_l2norm_in_kernel,
         o,
         Slots(ssm_state_indices[:sequences], accepted, _first_index(first_index)),
-    )  # fmt: skip
+    )
     return o, initial_state
 
 
@@ -202,8 +198,10 @@ def _per_token(name: str, x: Any, q: Tensor, value_heads: int) -> Tensor:
     return x
 
 
-def _serve(name: str, core: RecurrentCore, o: Tensor, slots: Slots) -> None:
-    """Check a call, whose scale may be None, and a and b [B T, HV], and serve it."""
+def _serve(name: str, given: tuple[Any, ...], qk_l2norm: bool, o: Tensor, slots: Slots) -> None:
+    """Check a call, whose scale may be None, and a and b [B T, HV], and serve it. given: the fields of its
+    core up to the scale."""
+    core = RecurrentCore._make((*given, True, qk_l2norm, True, False, None, True))
     pool, indices = core.initial_state, slots.indices
     assert pool is not None and indices is not None
     if core.dt_bias is None:

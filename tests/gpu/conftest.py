@@ -79,7 +79,13 @@ def fla_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path, kda._path):
+    for path in (
+        mlstm._chunkwise,
+        simple_gla._path,
+        gla._path,
+        delta_rule._path,
+        kda._path,
+    ):
         path.plans.clear()
     for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
         launches._forwards.clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream
+from tfla_tk.backends.tk.prepared import current_stream
 from tfla_tk.core.layout import ADDRESS_BITS
 
 OPERANDS = ("q", "k", "v")

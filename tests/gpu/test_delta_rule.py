@@ -16,7 +16,7 @@ import torch
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import call
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.backends.tk.operands import multiprocessors
+from tfla_tk.backends.tk.prepared import multiprocessors
 
 from .accuracy import relative_error
 from .conftest import forget_calls

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import gate as _gate
-from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.prepared import gate as _gate
+from tfla_tk.backends.tk.prepared import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 

@@ -31,7 +31,6 @@ def family_module(backend: str, kernel: str) -> ModuleType:
         from tfla_tk.backends.triton import fla, mlstm_kernels
 
         return mlstm_kernels if of_mlstm else fla
-    from tfla_tk.backends.reference import linear as reference
-    from tfla_tk.backends.reference import mlstm as reference_of_mlstm
+    from tfla_tk.backends.reference import forms
 
-    return reference_of_mlstm if of_mlstm else reference
+    return forms

@@ -9,9 +9,8 @@
 from tfla_tk.build.builder import Built, cache_key, compile_instance, ensure, is_cached, launches, load
 from tfla_tk.build.cache import Artifact, check_cache, name_of
 from tfla_tk.build.compiler import EXTENSION
-from tfla_tk.build.disassembly import disassemble
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.gate import check_ptxas_log, parse_ptxas_log
 from tfla_tk.build.instances import Instance, Launcher, all_instances, shipped_instances, shipped_launchers
 from tfla_tk.build.thunderkittens import find_thunderkittens
-from tfla_tk.build.toolchain import find_toolchain
+from tfla_tk.build.toolchain import disassemble, find_toolchain

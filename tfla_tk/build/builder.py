@@ -5,38 +5,31 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 
 from tfla_tk import env
-from tfla_tk.build import cache, prebuilt
+from tfla_tk.build import cache, compiler, prebuilt
 from tfla_tk.build.cache import Artifact, name_of
-from tfla_tk.build.compiler import (
-    EXTENSION,
-    CompileResult,
-    Slots,
-    compile_cubin,
-    compile_extension,
-    compile_launcher,
-)
+from tfla_tk.build.compiler import EXTENSION, CompileResult, Slots
 from tfla_tk.build.errors import BuildError, CaptureError
-from tfla_tk.build.exports import check_exports
 from tfla_tk.build.gate import SerialisedError, check_serialised, ptxas_faults
-from tfla_tk.build.instances import Instance, Launcher
-from tfla_tk.build.progress import Progress
+from tfla_tk.build.instances import Instance, Launcher, check_exports
 from tfla_tk.build.thunderkittens import ThunderKittens, find_thunderkittens
 from tfla_tk.build.toolchain import Toolchain, find_toolchain
 
 _log = logging.getLogger("tfla_tk.build")
 _MOST_OF_A_BUNDLE = 16  # kernels
+_SILENT_S = 2.0
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
 _loaded_files: set[tuple[Launcher, int, int, int]] = set()  # by device, inode and time
@@ -47,19 +40,12 @@ _load_lock = threading.Lock()
 @dataclass(frozen=True)
 class Built:
     """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the
-    extension.
+    extension."""
 
-    Attributes:
-        files: What was asked for, and the file of each.
-        ptxas_log: Registers and memory per kernel: ``parse_ptxas_log`` reads it.
-        compiled: False where the cache held all of it already.
-        seconds: Time spent on it.
-    """
-
-    files: dict[Artifact, Path]
-    ptxas_log: str
-    compiled: bool
-    seconds: float
+    files: dict[Artifact, Path]  # what was asked for, and the file of each
+    ptxas_log: str  # registers and memory per kernel: ``parse_ptxas_log`` reads it
+    compiled: bool  # False where the cache held all of it already
+    seconds: float  # spent on it
 
 
 def cache_key(artifact: Artifact) -> str:
@@ -143,7 +129,7 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
     out_dir.mkdir(parents=True, exist_ok=True)
     cubin = out_dir / f"{instance.name}.cubin"
     started = time.monotonic()
-    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
+    log = compiler.compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
     return CompileResult(cubin, log, time.monotonic() - started)
 
 
@@ -198,11 +184,57 @@ def _build_for_a_call(artifacts: list[Artifact]) -> None:
     if not bundles:
         return
     jobs = env.build_jobs()
-    with Progress(len(bundles), jobs, str(cache.modules_dir())) as progress:
+    with _Progress(len(bundles), jobs, str(cache.modules_dir())) as progress:
         for result in _in_parallel(bundles, jobs):
             if isinstance(result, BuildError):
                 raise result
             progress.advance()
+
+
+class _Progress:
+    """Counts what is compiled; silent where that takes less than two seconds. total: how many files are
+    compiled. jobs: compiler processes at a time. kept: where they are kept."""
+
+    def __init__(self, total: int, jobs: int, kept: str) -> None:
+        self._total, self._jobs, self._kept, self._done = total, jobs, kept, 0
+        self._started = time.monotonic()
+        self._shown = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_SILENT_S, self._announce)
+        self._timer.daemon = True
+
+    def __enter__(self) -> "_Progress":
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self._shown and kind is None:
+                self._write(f"compiled in {time.monotonic() - self._started:.0f} s", end="\n")
+
+    def advance(self) -> None:
+        with self._lock:
+            self._done += 1
+            if self._shown and sys.stderr.isatty():
+                self._write(f"{self._done} of {self._total} compiled", end="")
+
+    def _announce(self) -> None:
+        with self._lock:
+            self._shown = True
+            self._write(
+                f"compiling {self._total} files for the first call of this kind, {self._jobs} at a time; "
+                f"they are kept in {self._kept} (`tfla-tk build` compiles all kernels before)",
+                end="\n",
+            )
+            if self._done and sys.stderr.isatty():
+                self._write(f"{self._done} of {self._total} compiled", end="")
+
+    def _write(self, text: str, end: str) -> None:
+        start = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(f"{start}tfla_tk: {text}", end=end, file=sys.stderr, flush=True)
 
 
 def _results(bundle: list[Artifact], *machine: Any) -> list[Built | BuildError]:
@@ -244,15 +276,15 @@ def _compiled(
     first = artifacts[0]
     if isinstance(first, Launcher):
         library = scratch / f"{first.name}.so"
-        compile_launcher(first, toolchain, kittens, library, slots)
+        compiler.compile_launcher(first, toolchain, kittens, library, slots)
         return library, ""
     if not isinstance(first, Instance):
         library = scratch / f"{first}.abi3.so"
-        compile_extension(toolchain, library, slots)
+        compiler.compile_extension(toolchain, library, slots)
         return library, ""
     instances = [artifact for artifact in artifacts if isinstance(artifact, Instance)]
     cubin = scratch / f"{first.name}.cubin"
-    log = compile_cubin(instances, toolchain, kittens, cubin, slots)
+    log = compiler.compile_cubin(instances, toolchain, kittens, cubin, slots)
     if env.refuses_slow_kernels():
         check_serialised(log, first.name, toolchain.identity)
     for fault in ptxas_faults(log):

@@ -44,7 +44,6 @@ class Entry:
 
 
 def name_of(artifact: Artifact) -> str:
-    """Its name in the cache."""
     return artifact if isinstance(artifact, str) else artifact.name
 
 

@@ -53,11 +53,9 @@ class Slots:
         self._closed = False
 
     def close(self) -> None:
-        """Begin no further process."""
         self._closed = True
 
     def run(self, command: Sequence[str], what: str) -> str:
-        """Run one compiler command and return its output."""
         with self._semaphore:
             if self._closed:
                 raise BuildError(f"{what}: the build has ended before")

@@ -8,6 +8,10 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from tfla_tk.build.errors import BuildError
+from tfla_tk.core import layout
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
@@ -39,21 +43,13 @@ _EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")  # what all launchers tell
 
 @dataclass(frozen=True)
 class Launcher:
-    """The host half of some kernels.
+    """The host half of some kernels."""
 
-    Attributes:
-        name: The library's name, for instance ``delta_forward``.
-        source: The file of its launches below ``kernels/``.
-        bindings: The file of the functions that Python calls, below ``kernels/``.
-        defines: Macros and their values.
-        exports: What it tells that ``exports.EXPECTED`` has, too.
-    """
-
-    name: str
-    source: str
-    bindings: str
-    defines: tuple[tuple[str, str], ...] = ()
-    exports: tuple[str, ...] = _EVERY
+    name: str  # of the library, for instance ``delta_forward``
+    source: str  # the file of its launches below ``kernels/``
+    bindings: str  # the file of the functions that Python calls, below ``kernels/``
+    defines: tuple[tuple[str, str], ...] = ()  # macros and their values
+    exports: tuple[str, ...] = _EVERY  # what it tells that ``EXPECTED`` has, too
 
     def __hash__(self) -> int:
         return hash(self.name)  # of all fields it would take longer than what it is looked up for
@@ -61,22 +57,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Instance:
-    """The machine code of some kernels.
+    """The machine code of some kernels."""
 
-    Attributes:
-        name: The cubin's name, for instance ``delta_forward_k128_w2_bf16``.
-        launcher: Who launches them. Others may, too.
-        header: The file that defines them, below ``kernels/``.
-        kernels: Their names in C++, within the namespace.
-        namespace: Of the kernels, below ``tfla_tk``.
-        dtype: "bf16" or "fp16" of their operands, of decoding those of the state; "" where they serve all.
-    """
-
-    name: str
-    launcher: Launcher
-    header: str
-    kernels: tuple[str, ...]
-    namespace: str
+    name: str  # of the cubin, for instance ``delta_forward_k128_w2_bf16``
+    launcher: Launcher  # who launches them; others may, too
+    header: str  # the file that defines them, below ``kernels/``
+    kernels: tuple[str, ...]  # their names in C++, within the namespace
+    namespace: str  # below ``tfla_tk``
+    # "bf16" or "fp16" of their operands, of decoding those of the state; "" where they serve all
     dtype: str = ""
 
     def __hash__(self) -> int:
@@ -331,125 +319,91 @@ def recurrent_columns(dim_k: int, v_first: bool) -> int:
     return {64: 64, 256: 16}.get(dim_k, 32) if v_first else 32
 
 
-# Of the delta rule, GLA and KDA; a tile is of K unless it says otherwise, walkers of a CTA are 1 or 2
-
-
-def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
-    """The delta rule's chunk matrices; with scores P is made, too."""
-    kernel = f"delta_matrices_kernel<{_TYPES[half]}, {tile}, {_cpp(scores)}>"
-    name = f"matrices_k{tile}{'_scores' if scores else ''}"
-    return _instance(DELTA_RULE, name, "chunk_matrices/kernel.cuh", [kernel], half)
-
-
-def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") -> Instance:
-    """The walk of the delta rule's forward. matrices: "given", "by makers" beside the walk, or "in the
-    walk", which takes two walkers and a tile of 128."""
-    suffix, function, more = {
-        "given": ("", "", ""),
-        "by makers": ("_makers", "_with_makers", ", kWarpgroupsOfMakers"),
-        "in the walk": ("_in_walk", "", ", 0, true"),
-    }[matrices]
-    kernel = f"delta_forward{function}_kernel<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
-    return _instance(DELTA_RULE, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", [kernel], half)
-
-
-# of the delta rule: how early the walks of a split's segments begin; what carries states over these segments,
-# for the backward, too; dbeta of sums over V; dg of the sums that the one walk leaves
-_DELTA_OF_ALL = {
-    "leads": "split/leads.cuh",
-    "carry": "split/carry.cuh",
-    "strength": "backward/strength.cuh",
-    "decay": "backward/gradients/decay.cuh",
+# Of the delta rule, GLA and KDA: what the name of an instance says behind its family's, the header, and the
+# kernels. {x} is an argument of `kernel_of`, {_x} the name of one that is true, {type} that of operands. A
+# tile is of K unless it says otherwise, walkers are those of a CTA, 1 or 2
+# fmt: off
+_KERNELS: dict[str, tuple[str, ...]] = {
+    # the chunk matrices; with scores P is made, too
+    "delta_matrices": ("matrices_k{tile}{_scores}", "chunk_matrices/kernel.cuh",
+                       "delta_matrices_kernel<{type}, {tile}, {scores}>"),
+    # the walk of the forward: with matrices that are given, that makers beside it make, or the walk itself,
+    # which takes two walkers and a tile of 128
+    "delta_forward": ("forward_k{tile}_w{walkers}", "forward/kernel.cuh",
+                      "delta_forward_kernel<ForwardConfig<{type}, {tile}, {walkers}>>"),
+    "delta_forward_makers": (
+        "forward_k{tile}_w{walkers}_makers", "forward/kernel.cuh",
+        "delta_forward_with_makers_kernel<ForwardConfig<{type}, {tile}, {walkers}, kWarpgroupsOfMakers>>"),
+    "delta_forward_in_walk": ("forward_k{tile}_w{walkers}_in_walk", "forward/kernel.cuh",
+                              "delta_forward_kernel<ForwardConfig<{type}, {tile}, {walkers}, 0, true>>"),
+    # how early the walks of a split's segments begin; what each segment makes of the state; what carries
+    # states over the segments, for the backward, too
+    "delta_leads": ("leads", "split/leads.cuh", "delta_leads_kernel"),
+    "delta_maps": ("maps_k{tile}", "split/maps.cuh", "delta_maps_kernel<MapsConfig<{type}, {tile}>>"),
+    "delta_carry": ("carry", "split/carry.cuh", "delta_carry_kernel"),
+    # what makes the inputs of raw ones, and the gradients of these
+    "delta_inputs": ("inputs_k{tile}", "inputs/forward.cuh", "delta_inputs_kernel<{type}, {tile}>"),
+    "delta_inputs_backward": ("inputs_backward_k{tile}", "inputs/backward.cuh",
+                              "delta_inputs_backward_kernel<{type}, {tile}>"),
+    # the mirror walk of the backward: with a tile of up to 128 it leaves states alone
+    "delta_mirror": ("mirror_k{tile}_w{walkers}", "backward/kernel.cuh",
+                     "delta_mirror_kernel<MirrorConfig<{type}, {tile}, {walkers}>>"),
+    # the walk that makes dq, dk and dv at once, K up to 128; with sums it leaves those for the gradient of
+    # the log decay, too, which "delta_decay" makes of them
+    "delta_gradients": ("gradients{_and_sums}", "backward/gradients/kernel.cuh",
+                        "delta_gradients_kernel<GradientsConfig<{type}, {and_sums}>>"),
+    "delta_decay": ("decay", "backward/gradients/decay.cuh", "delta_decay_kernel"),
+    # dbeta of sums over V; what adds up parts of dq and dk
+    "delta_strength": ("strength", "backward/strength.cuh", "delta_strength_kernel"),
+    "delta_combine": ("combine", "backward/combine.cuh", "delta_combine_kernel<{type}>"),
+    # the walks of the backward over the states, K of more than 128; paired: of two CTAs that share results
+    "delta_left": ("left", "backward/states/kernel.cuh",
+                   "delta_states_kernel<StatesConfig<{type}, StateWalk::left, false>>"),
+    "delta_paired_left": ("paired_left", "backward/states/kernel.cuh",
+                          "delta_states_kernel<StatesConfig<{type}, StateWalk::left, true>>"),
+    "delta_right": ("right", "backward/states/kernel.cuh",
+                    "delta_states_kernel<StatesConfig<{type}, StateWalk::right, false>>"),
+    # the walk of the forward, and its mirror. makers: CTAs of a cluster that take turns at making the
+    # operands: 1, or as pairs 2, with two walkers
+    "gla_forward": ("forward_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
+                    "gla_walk_kernel<ForwardConfig<{type}, {tile}, {walkers}, {makers}>>"),
+    "gla_backward": ("backward_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
+                     "gla_walk_kernel<MirrorConfig<{type}, {tile}, {walkers}, {makers}>>"),
+    # the walks of the backward over the states; a tile is of V, with 256 there are two walkers always
+    "gla_left": ("left_v{tile}_w{walkers}", "backward/states/kernel.cuh",
+                 "gla_states_kernel<StatesConfig<{type}, {tile}, {walkers}, StateWalk::left>>"),
+    "gla_right": ("right_v{tile}_w{walkers}", "backward/states/kernel.cuh",
+                  "gla_states_kernel<StatesConfig<{type}, {tile}, {walkers}, StateWalk::right>>"),
+    # the states at the borders between segments, or their gradients; a tile is of V
+    "gla_segments": ("segments_v{tile}{_backward}", "segments/kernels.cuh",
+                     "gla_sums_kernel<SumsConfig<{type}, {tile}, {backward}>>",
+                     "gla_carry_kernel<{backward}>"),
+    # what makes the chunk matrices and all that the walk reads of q, k, g and beta; the walk of the forward;
+    # its mirror, in the backward; what makes the gradients, of all chunks in parallel
+    "kda_matrices": ("matrices_k{tile}", "matrices/kernel.cuh", "kda_matrices_kernel<{type}, {tile}>"),
+    "kda_forward": ("forward_k{tile}_w{walkers}", "forward/kernel.cuh",
+                    "kda_forward_kernel<ForwardConfig<{type}, {tile}, {walkers}>>"),
+    "kda_mirror": ("mirror_k{tile}_w{walkers}", "backward/kernel.cuh",
+                   "kda_mirror_kernel<MirrorConfig<{type}, {tile}, {walkers}>>"),
+    "kda_gradients": ("gradients_k{tile}", "gradients/kernel.cuh", "kda_gradients_kernel<{type}, {tile}>"),
 }
+# fmt: on
 
 
-def delta_of_all(name: str) -> Instance:
-    """A kernel that serves all dtypes: "leads", "carry", "decay" or "strength"."""
-    return _instance(DELTA_RULE, name, _DELTA_OF_ALL[name], [f"delta_{name}_kernel"])
-
-
-def delta_maps(tile: int, half: bool) -> Instance:
-    """What each segment of a split makes of the state."""
-    kernel = f"delta_maps_kernel<MapsConfig<{_TYPES[half]}, {tile}>>"
-    return _instance(DELTA_RULE, f"maps_k{tile}", "split/maps.cuh", [kernel], half)
-
-
-def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
-    """What makes the delta rule's inputs of raw ones, or the gradients of these."""
-    suffix, header = ("_backward", "backward") if backward else ("", "forward")
-    kernel = f"delta_inputs{suffix}_kernel<{_TYPES[half]}, {tile}>"
-    return _instance(DELTA_RULE, f"inputs{suffix}_k{tile}", f"inputs/{header}.cuh", [kernel], half)
-
-
-def delta_mirror(tile: int, half: bool, walkers: int) -> Instance:
-    """The mirror walk of the delta rule's backward: with a tile of up to 128 it leaves states alone."""
-    kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}>>"
-    return _instance(DELTA_RULE, f"mirror_k{tile}_w{walkers}", "backward/kernel.cuh", [kernel], half)
-
-
-def delta_gradients(half: bool, sums: bool) -> Instance:
-    """The walk that makes dq, dk and dv of the delta rule at once, K up to 128; with sums it leaves those for
-    the gradient of the log decay, too."""
-    kernel = f"delta_gradients_kernel<GradientsConfig<{_TYPES[half]}, {_cpp(sums)}>>"
-    name = f"gradients{'_and_sums' if sums else ''}"
-    return _instance(DELTA_RULE, name, "backward/gradients/kernel.cuh", [kernel], half)
-
-
-def delta_combine(half: bool) -> Instance:
-    """What adds up parts of dq and dk."""
-    kernel = f"delta_combine_kernel<{_TYPES[half]}>"
-    return _instance(DELTA_RULE, "combine", "backward/combine.cuh", [kernel], half)
-
-
-def delta_states(walk: str, half: bool) -> Instance:
-    """A walk of the delta rule's backward over the states, K of more than 128: "left", "right", or "paired
-    left", of two CTAs that share results."""
-    direction, paired = walk.split()[-1], walk.startswith("paired")
-    kernel = f"delta_states_kernel<StatesConfig<{_TYPES[half]}, StateWalk::{direction}, {_cpp(paired)}>>"
-    return _instance(DELTA_RULE, walk.replace(" ", "_"), "backward/states/kernel.cuh", [kernel], half)
+def kernel_of(name: str, half: bool | None = None, **of: int) -> Instance:
+    """A kernel of the table. half: as of `_instance`."""
+    launcher = {"delta": DELTA_RULE, "gla": GLA, "kda": KDA}[name.partition("_")[0]]
+    words: dict[str, object] = {} if half is None else {"type": _TYPES[half]}
+    for key, value in of.items():
+        words[key] = _cpp(value) if isinstance(value, bool) else value
+        words[f"_{key}"] = f"_{key}" if value else ""
+    told, header, *kernels = _KERNELS[name]
+    return _instance(launcher, told.format(**words), header, [x.format(**words) for x in kernels], half)
 
 
 def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
-    """The walk of GLA's "forward", or of its "backward", the mirror. makers: CTAs of a cluster that take
-    turns at making the operands: 1, or 2 with two walkers."""
-    config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
-    kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
-    name = f"{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}"
-    return _instance(GLA, name, "forward/kernel.cuh", [kernel], half)
-
-
-def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
-    """The "left" or "right" walk of GLA's backward over the states. tile: of V, one of GLA_STATES_TILES;
-    with 256 there are two walkers always."""
-    walkers = 2 if tile == 256 else walkers
-    kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
-    return _instance(GLA, f"{walk}_v{tile}_w{walkers}", "backward/states/kernel.cuh", [kernel], half)
-
-
-def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
-    """The states at the borders between GLA's segments, or their gradients."""
-    tile = 64 if dim_v <= 64 else 128
-    of_sums = f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>"
-    kernels = of_sums, f"gla_carry_kernel<{_cpp(backward)}>"
-    return _instance(
-        GLA, f"segments_v{tile}{'_backward' if backward else ''}", "segments/kernels.cuh", kernels, half
-    )
-
-
-# of KDA: what makes its chunk matrices and all that its walk reads of q, k, g and beta; the walk of its
-# forward; the mirror of that, in its backward; what makes the gradients, of all chunks in parallel
-_KDA = {"matrices": "matrices", "forward": "forward", "mirror": "backward", "gradients": "gradients"}
-
-
-def kda(name: str, tile: int, half: bool, walkers: int | None = None) -> Instance:
-    """A kernel of KDA by its name; "forward" and "mirror" have walkers."""
-    of = f"{_TYPES[half]}, {tile}"
-    if walkers is not None:
-        of = f"{name.capitalize()}Config<{of}, {walkers}>"
-    suffix = "" if walkers is None else f"_w{walkers}"
-    return _instance(
-        KDA, f"{name}_k{tile}{suffix}", f"{_KDA[name]}/kernel.cuh", [f"kda_{name}_kernel<{of}>"], half
-    )
+    """The walk of GLA's "forward", or of its "backward", the mirror."""
+    return kernel_of(f"gla_{direction}", half, tile=tile, walkers=walkers, makers=makers, pairs=makers == 2)
 
 
 def all_instances() -> list[Instance]:
@@ -470,7 +424,7 @@ def shipped_instances() -> tuple[Instance, ...]:
     found += map(mlstm_fwd_combine, halves)
     found += map(mlstm_bwd_combine, halves)
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
-    found += map(delta_of_all, _DELTA_OF_ALL)
+    found += map(kernel_of, ("delta_leads", "delta_carry", "delta_strength", "delta_decay"))
     found += [mlstm_step(*states) for states in _STATES]
     of_sequences = itertools.product(SEQUENCE_TILES, _STATES, halves)
     found += [mlstm_sequence(tokens, *states, fp32) for tokens, states, fp32 in of_sequences]
@@ -515,32 +469,61 @@ def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
 
 
 def _delta_instances(half: bool) -> Iterator[Instance]:
+    of = functools.partial(kernel_of, half=half)
     for tile in DELTA_TILES:
         # as matrices_before in backends/tk/delta_rule/split.py: who makes P
         makes_scores = {64: (False,), 256: (True,)}.get(tile, (False, True))
-        yield from (delta_matrices(tile, half, scores) for scores in makes_scores)
-        yield from (delta_forward(tile, half, walkers) for walkers in (1, 2))
-        yield from (delta_mirror(tile, half, walkers) for walkers in ((2,) if tile <= 128 else (1, 2)))
-        yield from (delta_inputs(tile, half, backward) for backward in (False, True))
+        yield from (of("delta_matrices", tile=tile, scores=scores) for scores in makes_scores)
+        yield from (of("delta_forward", tile=tile, walkers=walkers) for walkers in (1, 2))
+        for walkers in (2,) if tile <= 128 else (1, 2):
+            yield of("delta_mirror", tile=tile, walkers=walkers)
+        yield from (of(name, tile=tile) for name in ("delta_inputs", "delta_inputs_backward"))
         if tile <= 128:
-            yield from (delta_forward(tile, half, walkers, "by makers") for walkers in (1, 2))
-            yield delta_maps(tile, half)
-    yield delta_forward(128, half, 2, "in the walk")
-    yield from (delta_gradients(half, sums) for sums in (False, True))
-    yield delta_combine(half)
-    yield from (delta_states(walk, half) for walk in ("left", "paired left", "right"))
+            yield from (of("delta_forward_makers", tile=tile, walkers=walkers) for walkers in (1, 2))
+            yield of("delta_maps", tile=tile)
+    yield of("delta_forward_in_walk", tile=128, walkers=2)
+    yield from (of("delta_gradients", and_sums=sums) for sums in (False, True))
+    yield from map(of, ("delta_combine", "delta_left", "delta_paired_left", "delta_right"))
 
 
 def _gla_instances(half: bool) -> Iterator[Instance]:
     for direction, tile in itertools.product(("forward", "backward"), GLA_TILES):
         yield from (gla_walk(direction, tile, half, *of) for of in ((1, 1), (2, 1), (2, 2)))
-    for walk, tile in itertools.product(("left", "right"), GLA_STATES_TILES):
-        yield from (gla_states(walk, tile, half, walkers) for walkers in ((2,) if tile == 256 else (1, 2)))
-    yield from (gla_segments(dim_v, half, backward) for dim_v in (64, 128) for backward in (False, True))
+    for walk, tile in itertools.product(("gla_left", "gla_right"), GLA_STATES_TILES):
+        for walkers in (2,) if tile == 256 else (1, 2):
+            yield kernel_of(walk, half, tile=tile, walkers=walkers)
+    for tile, backward in itertools.product((64, 128), (False, True)):
+        yield kernel_of("gla_segments", half, tile=tile, backward=backward)
 
 
 def _kda_instances(half: bool) -> Iterator[Instance]:
     for tile in KDA_TILES:
-        yield from (kda(name, tile, half) for name in ("matrices", "gradients"))
-        for walkers in (1, 2):
-            yield from (kda(name, tile, half, walkers) for name in ("forward", "mirror"))
+        yield from (kernel_of(name, half, tile=tile) for name in ("kda_matrices", "kda_gradients"))
+        for name, walkers in itertools.product(("kda_forward", "kda_mirror"), (1, 2)):
+            yield kernel_of(name, half, tile=tile, walkers=walkers)
+
+
+# What Python and the kernels must agree on: what a launcher tells of it is compared when it is loaded
+_OF_LAYOUT = (
+    *("CHUNK", "ANCHOR_CHUNKS", "STATE_CHUNKS", "FLOW_PARTS", "DELTA_ANCHOR_CHUNKS", "SEGMENT_CHUNKS"),
+    *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS", "GRADIENTS", "ADDRESS_BITS"),
+    "MAX_SLICES",
+)
+EXPECTED: dict[str, Any] = {
+    **{name: getattr(layout, name) for name in _OF_LAYOUT},
+    "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
+    "MAX_KEYS": MAX_DIM_QK,
+    "MAX_TOKENS": MAX_TOKENS,
+    "DECODE_TOKENS": RECURRENT_TOKENS,
+}
+
+
+def check_exports(launcher: Launcher, found: dict[str, Any]) -> None:
+    """Compare the constants that a launcher tells with what Python takes for them."""
+    for name in launcher.exports:
+        value = found.get(name, "nothing")
+        if value != EXPECTED[name]:
+            raise BuildError(
+                f"{launcher.name}: the kernels have {name} = {value}, the Python package {EXPECTED[name]}",
+                "reinstall tfla_tk, so that both are of one version",
+            )

@@ -70,7 +70,6 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def cache_root() -> Path:
-    """The cache directory; it may not exist."""
     try:
         return env.cache_dir()
     except RuntimeError as error:

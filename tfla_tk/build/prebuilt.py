@@ -19,18 +19,12 @@ _OWN = (
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What the package brings.
+    """What the package brings."""
 
-    Attributes:
-        cuda: The CUDA release that it was compiled with, as (major, minor).
-        keys: By the name of an artifact its key (`cache.source_key`).
-        files: By the name of an artifact its file below the folder, which others may share.
-        sources: By the name of a file the headers of its kernels, and their key.
-    """
-
-    cuda: tuple[int, int]
-    keys: dict[str, str]
-    files: dict[str, str]
+    cuda: tuple[int, int]  # the CUDA release that it was compiled with, as (major, minor)
+    keys: dict[str, str]  # by the name of an artifact its key (`cache.source_key`)
+    files: dict[str, str]  # by the name of an artifact its file below the folder, which others may share
+    # by the name of a file the headers of its kernels, and their key
     sources: dict[str, tuple[list[str], str]]
 
 
@@ -83,11 +77,5 @@ def _read(folder: Path) -> Index | None:
         raise BuildError(f"{folder / INDEX} cannot be read: {error}", "reinstall tfla_tk") from error
 
 
-@functools.cache
-def _key(artifact: cache.Artifact) -> str:
-    return cache.source_key(artifact, sources.thunderkittens_commit())
-
-
-@functools.cache
-def _headers_key(headers: tuple[str, ...]) -> str:
-    return cache.headers_key(headers)
+_headers_key = functools.cache(cache.headers_key)
+_key = functools.cache(lambda artifact: cache.source_key(artifact, sources.thunderkittens_commit()))

@@ -25,7 +25,6 @@ def thunderkittens_commit() -> str:
 
 
 def read(path: Path) -> bytes:
-    """The content of a source file."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -28,7 +28,6 @@ class ThunderKittens:
 
     @property
     def include(self) -> Path:
-        """The directory to compile with ``-I``."""
         return self.root / "include"
 
 
@@ -57,7 +56,6 @@ def cached_root(commit: str) -> Path:
 
 
 def _chosen(place: str, commit: str) -> ThunderKittens:
-    """The tree that THUNDERKITTENS_ROOT names."""
     remedy = f"point it at a ThunderKittens checkout (commit {commit}) or unset it"
     name = env.THUNDERKITTENS_ROOT.name
     try:
@@ -81,7 +79,6 @@ def _headers_digest(include: Path) -> str:
 
 
 def _clone(commit: str, root: Path) -> None:
-    """Fetch one commit into a scratch directory and rename it into place."""
     chosen = env.THUNDERKITTENS_URL.get()
     url, origin = chosen or URL, f"{env.THUNDERKITTENS_URL.name}={chosen}" if chosen else URL
     with locking.explain_os_errors(root.parent):

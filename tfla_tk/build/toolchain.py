@@ -1,5 +1,6 @@
 """The look-up of nvcc: TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit, PATH."""
 
+import contextlib
 import functools
 import os
 import re
@@ -28,22 +29,14 @@ HOST_REMEDY = (
 
 @dataclass(frozen=True)
 class Toolchain:
-    """An nvcc whose headers exist.
-
-    Attributes:
-        nvcc: The compiler.
-        include, lib: The toolkit's headers and libraries.
-        version: CUDA release, for instance (13, 0).
-        identity: Full compiler version, nvcc's and the host compiler's: part of the cache key.
-        origin: Which look-up found it.
-    """
+    """An nvcc whose headers exist."""
 
     nvcc: Path
-    include: Path
-    lib: Path
-    version: tuple[int, int]
-    identity: str
-    origin: str
+    include: Path  # the toolkit's headers
+    lib: Path  # and libraries
+    version: tuple[int, int]  # CUDA release, for instance (13, 0)
+    identity: str  # full compiler version, nvcc's and the host compiler's: part of the cache key
+    origin: str  # which look-up found it
 
 
 def find_toolchain() -> Toolchain:
@@ -122,14 +115,10 @@ def _examined(nvcc: Path, origin: str) -> Toolchain:
     lib = _first_with(root, ("lib64", "lib"), ("libcudart_static.a",))
     if lib is None:
         raise BuildError(f"{origin}: {nvcc} has no libcudart_static.a below {root}", REMEDY)
-    return Toolchain(
-        nvcc,
-        include,
-        lib,
-        version,
-        f"nvcc {match[3]}; {_host_version(env.NVCC_CCBIN.get() or 'g++')}",
-        origin,
-    )
+    name = env.NVCC_CCBIN.get() or "g++"
+    host = shutil.which(name)
+    identity = f"nvcc {match[3]}; {_version_of(host) if host else f'no host compiler {name}'}"
+    return Toolchain(nvcc, include, lib, version, identity, origin)
 
 
 def _toolkit_root(nvcc: Path, origin: str) -> Path:
@@ -171,16 +160,34 @@ def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str, host:
     return done.stdout + done.stderr
 
 
-def _host_version(name: str) -> str:
-    """The first line of the host compiler's version."""
-    path = shutil.which(name)
-    return f"no host compiler {name}" if path is None else _version_of(path)
-
-
 @functools.lru_cache(maxsize=8)
 def _version_of(path: str) -> str:
+    """The first line of a host compiler's version."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the host compiler {path} does not run: {error}", HOST_REMEDY) from error
     return done.stdout.splitlines()[0] if done.stdout else path
+
+
+def find_tool(name: str) -> Path | None:
+    """A CUDA binary utility (nvdisasm) beside nvcc, from pip or on PATH; None without one."""
+    places = [root / "bin" for root in pip_toolkits()]
+    with contextlib.suppress(BuildError):
+        places.insert(0, find_toolchain().nvcc.parent)
+    for place in places:
+        if (place / name).is_file():
+            return place / name
+    on_path = shutil.which(name)
+    return Path(on_path) if on_path else None
+
+
+def disassemble(cubin: Path) -> str:
+    """The SASS of a cubin; BuildError without nvdisasm, or where it refuses the file."""
+    tool = find_tool("nvdisasm")
+    if tool is None:
+        raise BuildError("no nvdisasm", "pip install nvidia-cuda-nvdisasm")
+    done = subprocess.run([str(tool), "-c", str(cubin)], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise BuildError(f"{tool} refuses {cubin}: {done.stderr.strip()}")
+    return done.stdout

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import checks, transforms
-from tfla_tk.core.call import Call
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.memo import is_eager
+from tfla_tk.core.support import Call
 
 DEFAULT_CHUNK = 64
 MOST_STEPS = 64  # tokens that fla's layers compute by a recurrence
@@ -19,25 +19,19 @@ MOST_STEPS = 64  # tokens that fla's layers compute by a recurrence
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCall(Call):
-    """What a backend needs to know about one call to accept or refuse it.
-
-    Attributes:
-        value_heads: those of v, gates and states, of one batch entry; as many as heads, or a multiple.
-        gate: "none", "token" (a decay per token and head), "head" (a decay per head, without gradient) or
-            "channel" (one per token, head and key channel).
-        recurrent: it is of a function that goes token by token.
-        state_in_place: dtype of a state that is overwritten; None where none is.
-    """
+    """What a backend needs to know about one call to accept or refuse it."""
 
     chunk_size: int = DEFAULT_CHUNK
-    value_heads: int
+    value_heads: int  # those of v, gates and states, of one batch entry; as many as heads, or a multiple
+    # "none", "token" (a decay per token and head), "head" (a decay per head, without gradient) or "channel"
+    # (one per token, head and key channel)
     gate: str
     scale: float
     output_final_state: bool
     has_initial: bool
     state_v_first: bool
-    recurrent: bool = False
-    state_in_place: torch.dtype | None = None
+    recurrent: bool = False  # it is of a function that goes token by token
+    state_in_place: torch.dtype | None = None  # dtype of a state that is overwritten; None where none is
 
     @property
     def by_channel(self) -> bool:
@@ -52,27 +46,34 @@ class LinearCall(Call):
 
 
 class SimpleGLACore(NamedTuple):
-    """A call of the kernels of a scalar decay.
+    """A call of the kernels of a scalar decay."""
 
-    Attributes:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
-        g: log decay in fp32 or 16 bits (fp64 for fp64 q), [B, T, HV] of any strides, or [HV] of every token,
-            which has no gradient; None: nothing decays.
-        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
-        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
-            host.
-        scale: of q k^T, positive.
-        batch_invariant: the option of that name.
-    """
+    q: Tensor  # [B, T, H, K], any strides, as of k and v
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V], q's dtype
+    # log decay in fp32 or 16 bits (fp64 for fp64 q), [B, T, HV] of any strides, or [HV] of every token, which
+    # has no gradient; None: nothing decays
+    g: MaybeTensor
+    initial_state: MaybeTensor  # [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros
+    # [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the host
+    cu_seqlens: MaybeTensor
+    scale: float  # of q k^T, positive
+    batch_invariant: bool = False  # the option of that name
+
+
+class GLACore(NamedTuple):
+    """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order. g: [B, T,
+    H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides. others: as of `SimpleGLACore`, HV =
+    H."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    g: MaybeTensor
+    g: Tensor
     initial_state: MaybeTensor
     cu_seqlens: MaybeTensor
     scale: float
-    batch_invariant: bool = False
+    batch_invariant: bool
 
 
 def check_simple_gla(
@@ -91,12 +92,30 @@ def check_simple_gla(
     operands = check_operands(q, k, v)
     gate = _check_gates(g, g_gamma, q, operands.gate_shape)
     frame = check_frame(q, operands, initial_state, v_first_in="chunk_simple_gla", **options)
+    size = (
+        DEFAULT_CHUNK if chunk_size is None else checks.check_int("chunk_size", chunk_size, "an int or None")
+    )
+    if size < 1 or size & (size - 1):
+        checks.fail("chunk_size", "a power of two", chunk_size)
     return LinearCall(
         **frame,
         **transforms.of_call((q, k, v, g, initial_state), (g_gamma,)),
         gate=gate,
-        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
+        chunk_size=size,
     )
+
+
+def check_gla(
+    q: Any, k: Any, v: Any, g: Any, initial_state: Any, *, gate: str = "g", **options: Any
+) -> LinearCall:
+    """Check one call of gated linear attention and describe it; its gate is "channel". g: [B, T, H, K],
+    and its name in messages. v has the heads of q. options: as of `check_frame`."""
+    operands = check_operands(q, k, v, grouped=False)
+    checks.check_tensor(gate, g, 4, "[B, T, H, K]")
+    checks.check_shape(gate, g, tuple(q.shape), "[B, T, H, K] of q")
+    checks.check_device(gate, g, q.device)
+    frame = check_frame(q, operands, initial_state, v_first_in="chunk_gla", heads="H", **options)
+    return LinearCall(**frame, **transforms.of_call((q, k, v, g, initial_state), ()), gate="channel")
 
 
 class Operands(NamedTuple):
@@ -164,17 +183,9 @@ def check_frame(
     v_first_in: str,
     heads: str = "HV",
 ) -> dict[str, Any]:
-    """Check what every operator has beside its operands and gates; the fields of its `LinearCall`.
-
-    Args:
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
-            number of packed sequences.
-        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        cu_seqlens_cpu: the same on the CPU, see `check_same_offsets`.
-        scale, output_final_state: as the public functions have them.
-        v_first_in: the family's function that has state_v_first; others pass False. heads: the name of the
-            heads of a state in messages.
-    """
+    """Check what every operator has beside its operands and gates, as the public functions have it; the
+    fields of its `LinearCall`. cu_seqlens_cpu: see `check_same_offsets`. v_first_in: the family's function
+    that has state_v_first; others pass False. heads: the name of the heads of a state in messages."""
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)
@@ -193,11 +204,16 @@ def check_frame(
         expected = (sequences, operands.value_heads, *dims)
         checks.check_shape("initial_state", initial_state, expected, layout, hint)
         checks.check_device("initial_state", initial_state, q.device)
+    if scale is not None:
+        number = checks.check_number("scale", scale, "a number or None")
+        if not abs(number) < math.inf:  # math.isfinite takes no symbol of torch.compile
+            checks.fail("scale", "a finite number", scale)
+        scale = number
     return {
         **operands._asdict(),
         "device": q.device,
         "sequences": sequences,
-        "scale": operands.dim_qk**-0.5 if scale is None else _check_scale(scale),
+        "scale": operands.dim_qk**-0.5 if scale is None else scale,
         "output_final_state": checks.check_bool("output_final_state", output_final_state),
         "has_initial": initial_state is not None,
         "state_v_first": state_v_first,
@@ -219,7 +235,6 @@ def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
 
 
 def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -> str:
-    """At most one of the two; which it is."""
     if g is not None and g_gamma is not None:
         checks.fail(
             "g_gamma", "None where g is given (g + g_gamma is a decay per token)", "both g and g_gamma"
@@ -241,7 +256,6 @@ def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -
 
 
 def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
-    """cu_seqlens_cpu: like cu_seqlens, on the CPU."""
     name = "cu_seqlens_cpu"
     if value is None:
         return
@@ -273,19 +287,3 @@ def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
         if expected != got:
             where = f"{got} at index {index}, where cu_seqlens has {expected}"
             checks.fail("cu_seqlens_cpu", "the offsets of cu_seqlens", where)
-
-
-def _check_scale(value: Any) -> float:
-    """A finite number, Python's or NumPy's; returned as a float."""
-    scale = checks.check_number("scale", value, "a number or None")
-    if not abs(scale) < math.inf:  # math.isfinite takes no symbol of torch.compile
-        checks.fail("scale", "a finite number", value)
-    return scale
-
-
-def _check_power_of_two(name: str, value: Any) -> int:
-    """A positive power of two, of Python's or NumPy's integers; returned as Python's."""
-    size = checks.check_int(name, value, "an int or None")
-    if size < 1 or size & (size - 1):
-        checks.fail(name, "a power of two", value)
-    return size

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import checks, transforms
-from tfla_tk.core.call import Call
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor, state_dtype
+from tfla_tk.core.support import Call
 
 # of q, k, v, i, f, c_initial and n_initial
 Grads: TypeAlias = tuple[Tensor, ...]
@@ -55,12 +55,8 @@ def check_mlstm(
     checks.check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, checks.KERNEL_DTYPES)
     recompute_states = checks.check_bool("recompute_states_in_bw", recompute_states_in_bw)
     dtype = checks.autocast_dtype(q, autocast_kernel_dtype)
-    sizes = _check_tokens(q, k, v, i, f, "B, NH, S")
+    sizes = _check_tokens(q, k, v, i, f, "B, NH, S", dtype)
     batch, heads, dim_qk, dim_v = (sizes[name] for name in ("batch", "heads", "dim_qk", "dim_v"))
-    if dtype is None:
-        dtype = q.dtype
-        for name, value in (("k", k), ("v", v)):
-            checks.check_dtype_of_q(name, value, q.dtype)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     normalize = checks.check_bool("normalize", normalize)
@@ -75,7 +71,6 @@ def check_mlstm(
     return MLSTMCall(
         **transforms.of_call((q, k, v, i, f, c_initial, n_initial), (m_initial,)),
         **sizes,
-        dtype=dtype,
         sequences=sequences,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
@@ -122,8 +117,6 @@ def check_mlstm_sequence(
     if not sigmoid_gate:
         state.append(("m", m, (batch, heads, 1), "[B, NH, 1]"))
     checks.check_expected(q, state)
-    for name, t in (("k", k), ("v", v)):
-        checks.check_dtype_of_q(name, t, q.dtype)
     normalize = checks.check_bool("normalize", normalize)
     eps = checks.check_eps(eps)
     checks.check_optional_dtype("dtype_state", dtype_state, checks.FLOAT_DTYPES)
@@ -142,7 +135,6 @@ def check_mlstm_sequence(
     return MLSTMCall(
         **of_transforms,
         **sizes,
-        dtype=q.dtype,
         sequences=batch,
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
@@ -156,9 +148,12 @@ def check_mlstm_sequence(
     )
 
 
-def _check_tokens(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str) -> dict[str, Any]:
-    """Check what there is of every token; sizes and device as fields of an `MLSTMCall`. of_tokens: the
-    dimensions before the head dims; without S there is one token, with gates [B, NH, 1]."""
+def _check_tokens(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_tokens: str, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Check what there is of every token; sizes, dtype and device as fields of an `MLSTMCall`. of_tokens: the
+    dimensions before the head dims; without S there is one token, with gates [B, NH, 1]. dtype: that q, k and
+    v are cast to; None: they have q's."""
     rank = of_tokens.count(",") + 2
     checks.check_tensor("q", q, rank, f"[{of_tokens}, DHQK]")
     checks.check_tensor("v", v, rank, f"[{of_tokens}, DHHV]")
@@ -175,9 +170,12 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, of_toke
     )
     checks.check_head_dim("q", q)
     checks.check_head_dim("v", v)
+    if dtype is None:
+        for name, value in (("k", k), ("v", v)):
+            checks.check_dtype_of_q(name, value, q.dtype)
     batch, heads, seq = (*sizes, 1)[:3]
     of_heads = {"heads": heads, "dim_qk": q.shape[-1], "dim_v": dim_v}
-    return {"device": q.device, "batch": batch, "seq": seq, **of_heads}
+    return {"device": q.device, "dtype": dtype or q.dtype, "batch": batch, "seq": seq, **of_heads}
 
 
 def _check_initial_state(

@@ -15,27 +15,19 @@ FEW = 8  # tokens that the decoding kernels take
 
 
 class RecurrentCore(NamedTuple):
-    """A call of the kernels; the arguments of the registered op tfla_tk::recurrent in their order.
-
-    Attributes:
-        g: log decay [B, T, HV] or [B, T, HV, K]; with A_log what it is made from; None: nothing decays.
-        beta: writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule.
-        A_log: [HV], or None. dt_bias: [HV], with a decay per key channel [HV K], or None. With A_log or
-            lower_bound the log decay is made of g as of a `KDACore`.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number
-            of packed sequences.
-        lower_bound: as of a `KDACore`.
-        output_final_state: the state after the last token is wanted.
-        others: as of `DeltaRuleCore`.
-    """
+    """A call of the kernels; the arguments of the registered op tfla_tk::recurrent in their order. What has
+    no comment is as of `DeltaRuleCore`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    # log decay [B, T, HV] or [B, T, HV, K], or what it is made from, as of a `KDACore`; None: nothing decays
     g: MaybeTensor
-    beta: MaybeTensor
-    A_log: MaybeTensor
-    dt_bias: MaybeTensor
+    beta: MaybeTensor  # writing strength [B, T, HV], or with beta_sigmoid its logit; None: not the delta rule
+    A_log: MaybeTensor  # [HV], or None
+    dt_bias: MaybeTensor  # [HV], with a decay per key channel [HV K], or None
+    # [N, HV, K, V], or [N, HV, V, K] with state_v_first; None: zeros. N is B, or the number of packed
+    # sequences
     initial_state: MaybeTensor
     cu_seqlens: MaybeTensor
     scale: float
@@ -43,46 +35,38 @@ class RecurrentCore(NamedTuple):
     qk_l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
-    lower_bound: float | None
-    output_final_state: bool
+    lower_bound: float | None  # as of a `KDACore`
+    output_final_state: bool  # the state after the last token is wanted
 
     @property
     def by_channel(self) -> bool:
-        """The decay is per key channel."""
         return self.g is not None and self.g.dim() == 4
 
     @property
     def is_raw(self) -> bool:
-        """The log decay is to be made of g."""
         return self.g is not None and (self.A_log is not None or self.lower_bound is not None)
 
     @property
     def sequences(self) -> int:
-        """N."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of the states before and after."""
         dims = self.q.shape[-1], self.v.shape[-1]
         return self.sequences, self.v.shape[2], *(dims[::-1] if self.state_v_first else dims)
 
 
 class Slots(NamedTuple):
-    """Which states of a pool a call in place overwrites.
+    """Which states of a pool a call in place overwrites."""
 
-    Attributes:
-        indices: int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind
-            their tokens, one after the other; from the first token without one on, o is 0. None: there is no
-            pool, but a state per sequence.
-        accepted: int32 [N], with indices [N, columns]: a sequence goes on from the state of its column
-            accepted - 1. None: from that of column 0.
-        first: indices below it name no state.
-    """
-
+    # int32 [N], the states of the sequences, or [N, columns], contiguous rows: the states behind their
+    # tokens, one after the other; from the first token without one on, o is 0. None: no pool, but a state per
+    # sequence
     indices: MaybeTensor = None
+    # int32 [N], with indices [N, columns]: a sequence goes on from the state of its column accepted - 1.
+    # None: from that of column 0
     accepted: MaybeTensor = None
-    first: int = 0
+    first: int = 0  # indices below it name no state
 
     @property
     def of_tokens(self) -> bool:

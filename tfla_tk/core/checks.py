@@ -86,7 +86,6 @@ def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str
 
 
 def check_device(name: str, value: Tensor, device: torch.device) -> None:
-    """The device of q."""
     if value.device != device:
         fail(name, f"device {device}, the device of q", value.device)
 
@@ -100,7 +99,6 @@ def check_expected(q: Tensor, expected: Iterable[ExpectedTensor]) -> None:
 
 
 def check_dtype_of_q(name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """The dtype of q."""
     if value.dtype != dtype:
         fail(name, f"dtype {dtype}, the dtype of q", value.dtype, TypeError)
 
@@ -185,7 +183,6 @@ def check_cu_seqlens(value: Any, q: Tensor) -> None:
 
 
 def check_optional_dtype(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """None or one of the dtypes."""
     if value is None or (isinstance(value, torch.dtype) and value in dtypes):
         return
     *others, last = map(str, dtypes)

@@ -26,12 +26,11 @@ def operator(function: Function) -> Function:
     return function
 
 
-class Described(Exception):
-    """In the place of `backend`: the call is to be described, not served. kernel, call: the kernel's name
-    and the description, once it is raised."""
+DESCRIBE = object()  # in the place of `backend`: the call is to be described, not served
 
-    kernel: str
-    call: Any
+
+class Described(Exception):
+    """Ends such a call. args: the kernel's name and the call's description."""
 
 
 def split_backend(backend: str) -> tuple[str, str | None]:
@@ -62,9 +61,7 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
 def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
     """The verdict of one backend after it has loaded what a call that it supports needs."""
     load = getattr(family_module(name, kernel), "load", None)
-    if load is None:
-        return SUPPORTED
-    return load(kernel, call, variant)
+    return SUPPORTED if load is None else load(kernel, call, variant)
 
 
 def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:
@@ -96,11 +93,11 @@ def describe(op: str, *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
     except TypeError as error:
         raise TypeError(f"{op}: {error}") from None
     backend = bound.arguments.get("backend", "auto")
-    bound.arguments["backend"] = asked = Described()
+    bound.arguments["backend"] = DESCRIBE
     try:
         OPERATORS[op](*bound.args, **bound.kwargs)
-    except Described:
-        return backend, asked.kernel, asked.call
+    except Described as described:
+        return backend, *described.args
     raise AssertionError(f"{op} has served a call that was to be described")
 
 

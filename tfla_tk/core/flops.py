@@ -8,6 +8,7 @@ import importlib.machinery
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,39 +19,25 @@ from tfla_tk.core.layout import CHUNK
 _COUNTER = "torch.utils.flop_counter"
 
 
-def intra_chunk(dim_qk: int, dim_v: int) -> int:
-    """The scores of a token with its chunk, and their product with the values."""
-    return (CHUNK + 64) * (dim_qk + dim_v)
+@dataclass(frozen=True)
+class Count:
+    """FLOPs of a token from K and V. intra: how often scores are made with the chunk, and multiplied with the
+    values. state: multiplications and additions per element of the state."""
+
+    intra: int
+    state: int
+
+    def __call__(self, dim_qk: int, dim_v: int) -> int:
+        return self.intra * (CHUNK + 64) * (dim_qk + dim_v) + self.state * dim_qk * dim_v
 
 
-def forward(dim_qk: int, dim_v: int) -> int:
-    """Forward with a scalar gate: besides, the state is read and updated."""
-    return intra_chunk(dim_qk, dim_v) + 4 * dim_qk * dim_v
-
-
-def backward(dim_qk: int, dim_v: int) -> int:
-    """Backward of the same in two sweeps: dq forward in time, dk and dv backward in time."""
-    return 3 * intra_chunk(dim_qk, dim_v) + 10 * dim_qk * dim_v
-
-
-def gla_backward(dim_qk: int, dim_v: int) -> int:
-    """Backward with a gate per key channel."""
-    return 3 * intra_chunk(dim_qk, dim_v) + 8 * dim_qk * dim_v
-
-
-def delta_rule(dim_qk: int, dim_v: int) -> int:
-    """Forward of the delta rule: the state is read for q and for k, and updated."""
-    return intra_chunk(dim_qk, dim_v) + 6 * dim_qk * dim_v
-
-
-def delta_rule_backward(dim_qk: int, dim_v: int) -> int:
-    """Backward of the same: the walk again, its mirror, and the walks for dq and dk."""
-    return 3 * intra_chunk(dim_qk, dim_v) + 18 * dim_qk * dim_v
-
-
-def step(dim_qk: int, dim_v: int) -> int:
-    """One token of decoding: decay, update and read the state."""
-    return 5 * dim_qk * dim_v
+intra_chunk = Count(1, 0)
+forward = Count(1, 4)  # with a scalar gate: the state is read and updated
+backward = Count(3, 10)  # of the same in two sweeps: dq forward in time, dk and dv backward in time
+gla_backward = Count(3, 8)  # with a gate per key channel
+delta_rule = Count(1, 6)  # the state is read for q and for k, and updated
+delta_rule_backward = Count(3, 18)  # the walk again, its mirror, and the walks for dq and dk
+step = Count(0, 5)  # one token of decoding: decay, update and read the state
 
 
 _formulas: dict[str, Callable[..., int]] = {}

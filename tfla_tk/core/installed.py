@@ -5,9 +5,8 @@ from importlib.machinery import ModuleSpec
 
 
 def find_package(name: str) -> ModuleSpec | None:
-    """The spec of an installed top-level package, or None. A module that a program has put into
-    sys.modules without a spec, to stand for the package, counts as not installed: nothing can be imported
-    from it."""
+    """The spec of an installed top-level package, or None; a module without a spec that a program has put
+    into sys.modules, to stand for the package, counts as not installed: nothing can be imported from it."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-# The kernels' modules export these, and a module whose own differ is not loaded (build/exports.py).
+# The kernels' modules export these, and a module whose own differ is not loaded (build/instances.py).
 CHUNK = 64  # tokens
 ANCHOR_CHUNKS = 8  # from one anchor of the backward to the next
 STATE_CHUNKS = 2  # from one state that a forward with one decay per token leaves to the next

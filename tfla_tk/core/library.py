@@ -44,13 +44,11 @@ class Library(torch.library.Library):
             super().impl(op_name, newest, dispatch_key, **options)
 
     def register_fake(self, op_name: str, fn: Callable[..., Any]) -> None:
-        """Have an op call `fn` for fake and meta tensors from now on."""
         newest = self._newest(op_name, "fake", fn)
         if newest is not None:
             torch.library.register_fake(f"{NAMESPACE}::{op_name}", newest, lib=self)
 
     def register_vmap(self, op_name: str, fn: Callable[..., Any]) -> None:
-        """Have an op under torch.vmap call `fn` from now on."""
         newest = self._newest(op_name, "vmap", fn)
         if newest is not None:
             torch.library.register_vmap(f"{NAMESPACE}::{op_name}", newest, lib=self)

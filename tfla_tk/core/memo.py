@@ -68,7 +68,6 @@ class Memo(Generic[Result]):
         return len(self._results)
 
     def keep(self, key: Hashable, result: Result) -> None:
-        """Have `get(key)` return the result from now on."""
         with self._lock:
             while len(self._results) >= LIMIT and key not in self._results:
                 del self._results[next(iter(self._results))]
@@ -81,6 +80,23 @@ class Memo(Generic[Result]):
             found = make()
             self.keep(key, found)
         return found
+
+
+def kept_on_device(
+    kept: dict[Any, Tensor], key: Hashable, device: torch.device, make: Callable[[torch.device], Tensor]
+) -> Tensor:
+    """What `kept` has under a key, which tells the device, else what `make(device)` returns, kept for the
+    next time."""
+    found = kept.get(key)
+    if found is not None:
+        return found
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # the graph's memory is not for keeping
+        return make(device)
+    with torch.inference_mode(False), torch.no_grad():
+        # from the CPU: it is there for every stream when the copy returns
+        kept[key] = make(torch.device("cpu")).to(device)
+    return kept[key]
 
 
 _calls: "weakref.WeakSet[CallMemo[Any]]" = weakref.WeakSet()
@@ -106,7 +122,6 @@ class CallMemo(Generic[Result]):
         return len(self._known)
 
     def clear(self) -> None:
-        """Forget all results."""
         self._known.clear()
         self._latest = None
 

@@ -7,6 +7,7 @@ them: such a call makes its signature, looks up the plan, and calls what serves 
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ import torch
 
 from tfla_tk.backends.registry import family_module
 from tfla_tk.core import dispatch
-from tfla_tk.core.call import Call
 from tfla_tk.core.checks import counted
 from tfla_tk.core.memo import CallMemo
+from tfla_tk.core.support import Call
 
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
 
@@ -30,38 +31,24 @@ class Plan(NamedTuple):
     serve: Callable[..., Any]
 
 
+@dataclass(eq=False)
 class CallPath:
-    """The calls that a family's functions of one kernel make, and the plans of the plain ones.
+    """The calls that a family's functions of one kernel make, and the plans of the plain ones. Options tell
+    the functions of a kernel apart, and one of them is `backend`."""
 
-    Args:
-        name: of the kernel, as `registry.family_module` has it.
-        tensors, options: the names of the arguments in the order in which `serve` gets them. Options tell the
-            functions of a kernel apart, and one of them is `backend`.
-        check: all arguments but `backend` by keyword to the description of a call, a `Call`; raises TypeError
-            and ValueError.
-        cast: how many tensors, from the first on, are cast to the call's dtype where they differ from it.
-        strided: whether strides are part of a signature: where `prepare_<name>` depends on them.
-        layout: of q, where more heads than tokens may be a mistake.
-    """
+    name: str  # of the kernel, as `registry.family_module` has it
+    tensors: tuple[str, ...]  # the names of the arguments in the order in which `serve` gets them
+    options: tuple[str, ...]
+    # all arguments but `backend` by keyword to the description of a call; raises TypeError and ValueError
+    check: Callable[..., Call]
+    _: KW_ONLY
+    cast: int = 3  # tensors, from the first on, that are cast to the call's dtype where they differ
+    strided: bool = True  # strides are part of a signature: `prepare_<name>` depends on them
+    layout: str = "[B, T, H, K]"  # of q, where more heads than tokens may be a mistake
 
-    def __init__(
-        self,
-        name: str,
-        tensors: tuple[str, ...],
-        options: tuple[str, ...],
-        check: Callable[..., Any],
-        *,
-        cast: int = 3,
-        strided: bool = True,
-        layout: str = "[B, T, H, K]",
-    ) -> None:
-        self.name = name
-        self.tensors, self.options = tensors, options
-        self.arguments = tensors + options
-        self.plans: CallMemo[Plan] = CallMemo(strided)
-        self._check = check
-        self._cast = cast
-        self._layout = layout
+    def __post_init__(self) -> None:
+        self.arguments = self.tensors + self.options
+        self.plans: CallMemo[Plan] = CallMemo(self.strided)
         self._warned: set[str] = set()
 
     def serve(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -76,17 +63,16 @@ class CallPath:
         """Check a call and choose its backend; `eager` says that nothing traces or intercepts it."""
         arguments = dict(zip(self.arguments, tensors + options, strict=True))
         backend = arguments.pop("backend")
-        call = self._check(**arguments)
-        if isinstance(backend, dispatch.Described):
-            backend.kernel, backend.call = self.name, call
-            raise backend
-        if eager and self._layout and call.heads > call.seq > 0 and op not in self._warned:
+        call = self.check(**arguments)
+        if backend is dispatch.DESCRIBE:
+            raise dispatch.Described(self.name, call)
+        if eager and self.layout and call.heads > call.seq > 0 and op not in self._warned:
             self._warn_of_swapped(op, call, arguments)
         name, variant = dispatch.choose(op, self.name, call, backend)
         if call.is_empty:
             # nothing to launch: the reference carries the initial state and the graph through
             name, variant = "reference", None
-        casts = any(x.dtype != call.dtype for x in tensors[: self._cast])
+        casts = any(x.dtype != call.dtype for x in tensors[: self.cast])
         module = family_module(name, self.name)
         serve = None
         prepare = getattr(module, f"prepare_{self.name}", None)
@@ -105,7 +91,7 @@ class CallPath:
             return
         if any("initial" in name and x is not None for name, x in arguments.items()):
             return
-        text = f"q has {call.heads} heads and {counted(call.seq, 'token')}, read as {self._layout}"
+        text = f"q has {call.heads} heads and {counted(call.seq, 'token')}, read as {self.layout}"
         remedy = "where heads and tokens are swapped, pass x.transpose(1, 2) of all tensors"
         warnings.warn(f"{op}: {text}; {remedy}", stacklevel=_CALLER)
         self._warned.add(op)
@@ -114,5 +100,4 @@ class CallPath:
         return serve(*self._as_dtype(tensors, dtype))
 
     def _as_dtype(self, tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """The tensors with the leading ones in the given dtype."""
-        return *(x.to(dtype) for x in tensors[: self._cast]), *tensors[self._cast :]
+        return *(x.to(dtype) for x in tensors[: self.cast]), *tensors[self.cast :]

@@ -1,6 +1,32 @@
-"""What a backend says about a call, and what came of it: plain data."""
+"""A call, what a backend says about it, and what came of it: plain data."""
 
 from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call as backends judge it: metadata, no tensors."""
+
+    device: torch.device  # of q, k and v
+    dtype: torch.dtype  # of q, k and v, after autocast
+    batch: int  # entries; 1 with packed sequences
+    sequences: int  # the leading dimension of the states: batch, or the number of packed sequences
+    heads: int  # of q, of one batch entry
+    seq: int  # tokens
+    dim_qk: int  # the head dim of q and k
+    dim_v: int  # that of v
+    varlen: bool  # sequences are packed (cu_seqlens is given)
+    requires_grad: bool  # a gradient will be recorded
+    chunk_size: int  # of the reference and of Triton kernels
+    forward_mode: bool = False  # an input has a tangent
+    transformed: bool = False  # an input is in a torch.func transform
+    batch_invariant: bool = False  # the option of that name
+
+    @property
+    def is_empty(self) -> bool:
+        return self.batch * self.heads * self.seq == 0
 
 
 @dataclass(frozen=True)

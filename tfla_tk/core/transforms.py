@@ -152,21 +152,12 @@ def merge_into_batch(
     result_heads: Sequence[int] = (),
     per_head: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """The rule of vmap for a registered op: one call with the batch times as large.
-
-    Packed sequences have a batch of one: there the heads are that many times as many, and where there is a
-    tensor without a batch, too.
-
-    Args:
-        op: all of its tensors and results begin with a batch, or are empty [0], but for those of per_head.
-        cu_seqlens: which argument holds the offsets of packed sequences, if any does.
-        heads, result_heads: the dimension of the heads in each of the first arguments and results; 1 in the
-            others.
-        per_head: which arguments are tensors [heads], or None.
-
-    Returns:
-        What torch.library.register_vmap takes.
-    """
+    """The rule of vmap for a registered op, as torch.library.register_vmap takes it: one call with the batch
+    times as large. Packed sequences have a batch of one: there the heads are that many times as many, and
+    where there is a tensor without a batch, too. op: all of its tensors and results begin with a batch, or
+    are empty [0], but for those of per_head, arguments that are tensors [heads], or None. cu_seqlens: which
+    argument holds the offsets of packed sequences, if any does. heads, result_heads: the dimension of the
+    heads in each of the first arguments and results; 1 in the others."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         offsets = None if cu_seqlens is None else args[cu_seqlens]

@@ -134,16 +134,10 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
 
 
 def restore(names: Iterable[str] | None = None) -> list[str]:
-    """Undo `accelerate`: every attribute of a module is fla's own function again.
-
-    Args:
-        names: which of FUNCTIONS; None is all.
+    """Undo `accelerate`, names and errors as there: every attribute of a module is fla's own function again.
 
     Returns:
         The attributes that were put back, as "module.attribute".
-
-    Raises:
-        ValueError: an unknown name.
     """
     global _last
     with _lock:
@@ -468,7 +462,6 @@ def _by(name: str, backend: str, reason: str, call: Callable[[], Any]) -> Any:
 
 
 def _record(name: str, backend: str, reason: str) -> None:
-    """Keep what has served a call."""
     global _last
     if not torch.compiler.is_compiling():
         _last = Path(name, backend, reason)

@@ -18,19 +18,13 @@ from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, records
 
 
 class Recorded(NamedTuple):
-    """What the forward of an autograd function has come to.
+    """What the forward of an autograd function has come to."""
 
-    Attributes:
-        outputs: of the function; None for what there is not.
-        constants: those of the outputs that no gradient flows through.
-        saved: the tensors that the backward needs; copies of those that callers may write over.
-        options: what else it needs, of any kind.
-    """
-
-    outputs: tuple[MaybeTensor, ...]
-    constants: tuple[Tensor, ...]
+    outputs: tuple[MaybeTensor, ...]  # of the function; None for what there is not
+    constants: tuple[Tensor, ...]  # those of the outputs that no gradient flows through
+    # the tensors that the backward needs; copies of those that callers may write over
     saved: Sequence[MaybeTensor]
-    options: Any
+    options: Any  # what else it needs, of any kind
 
 
 def function(
@@ -40,15 +34,9 @@ def function(
     *,
     once: bool = False,
 ) -> type[torch.autograd.Function]:
-    """An autograd function.
-
-    Args:
-        name: of the class.
-        forward: of the function's arguments.
-        backward: of what forward has saved, its options, and the gradients of the outputs, None for zeros;
-            returns the gradients of the leading arguments, the others have none.
-        once: its backward cannot be differentiated, and says so.
-    """
+    """An autograd function. forward: of its arguments. backward: of what forward has saved, its options, and
+    the gradients of the outputs, None for zeros; returns the gradients of the leading arguments, the others
+    have none. once: its backward cannot be differentiated, and says so."""
 
     def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         found = forward(*args)

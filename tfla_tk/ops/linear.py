@@ -26,7 +26,7 @@ The kernels of a family are a module with
 core is the family's NamedTuple: the inputs and the options. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
 return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
-so it is in the registered ops, but for a family that keeps (`ops.kept`).
+so it is in the registered ops, but for a family that keeps (`KeepingOps`).
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for. The backward of a
 family that saves the final state gets it by keyword, final_state.
@@ -40,6 +40,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, memo, transforms
@@ -55,56 +56,43 @@ from tfla_tk.core.layout import (
 )
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.head_dims import as_asked, fits, padded, unpadded
-from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of operators, as its ops need to know it.
+    """A family of operators, as its ops need to know it."""
 
-    Attributes:
-        name: of the ops. title: in messages.
-        inputs: the names of the tensors, "?" behind those that may be None; q, k, v first, initial_state and
-            cu_seqlens last.
-        heads: the dimension of the heads in each input.
-        options: of the ops' schema, without output_final_state.
-        gates: the inputs whose gradients are computed only where one of them is asked for.
-        core: what the kernels and the reference take: a NamedTuple of inputs and options.
-        read: the core of a call and its tensors as they are, but for the layout of the initial state.
-        reference: (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None.
-        gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
-        kernels: finds the module of the kernels.
-        flops: of forward and backward per token and head of v, from K and V.
-        keeps: its registered ops keep what the kernels leave for the backward (`ops.kept`).
-        saves_final_state: <name>_bwd takes the final state behind the inputs: that of a forward which returns
-            it, where gates have a gradient.
-        places: of the inputs among the tensors of a call; None: they are the first ones, in their order.
-        op_inputs: the inputs as the ops take them, from those that the kernels take; None: the same.
-    """
-
-    name: str
-    title: str
+    name: str  # of the ops
+    title: str  # in messages
+    # the names of the tensors, "?" behind those that may be None; q, k, v first, initial_state and cu_seqlens
+    # last
     inputs: tuple[str, ...]
-    heads: tuple[int, ...]
-    options: tuple[str, ...]
-    gates: tuple[str, ...]
-    core: Callable[..., Any]
+    heads: tuple[int, ...]  # the dimension of the heads in each input
+    options: tuple[str, ...]  # of the ops' schema, without output_final_state
+    gates: tuple[str, ...]  # the inputs whose gradients are computed only where one of them is asked for
+    core: Callable[..., Any]  # what the kernels and the reference take: a NamedTuple of inputs and options
+    # the core of a call and its tensors as they are, but for the layout of the initial state
     read: Callable[[Any, Sequence[Any]], Any]
+    # (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None
     reference: Callable[..., Result]
+    # the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input
     gradients: Callable[..., Sequence[MaybeTensor]]
-    kernels: Callable[[], Any]
+    kernels: Callable[[], Any]  # finds the module of the kernels
+    # of forward and backward per token and head of v, from K and V
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
-    keeps: bool = False
+    keeps: bool = False  # its registered ops keep what the kernels leave for the backward (`KeepingOps`)
+    # <name>_bwd takes the final state behind the inputs: that of a forward which returns it, where gates have
+    # a gradient
     saves_final_state: bool = False
+    # of the inputs among the tensors of a call; None: they are the first ones, in their order
     places: Callable[[Sequence[Any]], Sequence[int]] | None = None
+    # the inputs as the ops take them, from those that the kernels take; None: the same
     op_inputs: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs."""
         return tuple(name.removesuffix("?") for name in self.inputs)
 
 
@@ -197,11 +185,10 @@ class LinearOps:
         reads_as_given = all(x is y for x, y in zip(core[:count], inputs_of(tensors), strict=True))
 
         def run(*tensors: Any) -> Result:
-            inputs = (
-                inputs_of(tensors)
-                if reads_as_given
-                else self._padded(call, self._read(call, tensors))[:count]
-            )
+            if reads_as_given:
+                inputs = inputs_of(tensors)
+            else:
+                inputs = self._padded(call, self._read(call, tensors))[:count]
             if recorded:
                 o, last = self.direct(*inputs, constants)
             else:
@@ -253,7 +240,6 @@ class LinearOps:
         return core._make((*self.family.op_inputs(core[: self._count]), *core[self._count :]))
 
     def _padded(self, call: LinearCall, core: Any) -> Any:
-        """The core with head dims that the kernels have."""
         if fits(call):
             return core
         names = "q", "k", "v", "initial_state", *self.family.gates
@@ -276,18 +262,16 @@ class LinearOps:
     def arguments(self) -> tuple[str, str, str]:
         """The inputs, options and gradients of a schema."""
         family = self.family
-        inputs = (
-            f"Tensor? {name[:-1]}" if name.endswith("?") else f"Tensor {name}" for name in family.inputs
-        )
+        inputs = (f"Tensor? {x[:-1]}" if x.endswith("?") else f"Tensor {x}" for x in family.inputs)
         grads = (f"Tensor d{name}" for name in family.names[:-1])
         return ", ".join(inputs), ", ".join(family.options), ", ".join(grads)
 
     @property
     def refusal(self) -> str:
         """What a second derivative is answered with."""
-        title = self.family.title
         return (
-            f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
+            f"double backward of {self.family.title} is not implemented; "
+            "backend='reference' is plain autograd and has it"
         )
 
     def _implement(self) -> None:
@@ -336,17 +320,11 @@ class LinearOps:
     # What the ops compute
 
     def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor]:
-        core, (output_final_state,) = self.split(args)
-        return self._reference(core, "chunkwise", CHUNK, output_final_state)
+        return self._packed(*args[:-1], "chunkwise", CHUNK, args[-1])
 
     def _packed(self, *args: Any) -> tuple[Tensor, Tensor]:
         *core, form, chunk_size, output_final_state = args
-        return self._reference(self.family.core(*core), form, chunk_size, output_final_state)
-
-    def _reference(
-        self, core: Any, form: str, chunk_size: int, output_final_state: bool
-    ) -> tuple[Tensor, Tensor]:
-        found = self.family.reference(core, form, chunk_size, output_final_state)
+        found = self.family.reference(self.family.core(*core), form, chunk_size, output_final_state)
         out = self._outputs_like(core, output_final_state)
         # own memory: an op may not return a view of its input
         for buffer, value in zip(out, found, strict=True):
@@ -356,16 +334,10 @@ class LinearOps:
 
     def _bwd_cpu(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, do, dht, (*options, needs_gates) = self._split_backward(args, self._saved_count)
-        return self._reference_bwd(inputs, do, dht, *options, CHUNK, needs_gates)
+        return self._packed_bwd(*inputs, do, dht, *options, CHUNK, needs_gates)
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args, self._count)
-        return self._reference_bwd(inputs, do, dht, *options, chunk_size, needs_gates)
-
-    def _reference_bwd(
-        self, inputs: tuple[Any, ...], do: Tensor, dht: MaybeTensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
-        *options, chunk_size, needs_gates = rest
         found = self.family.gradients(self.family.core(*inputs, *options), do, dht, chunk_size)
         out = self._grads_like(inputs, needs_gates)
         for buffer, value in zip(out, found, strict=True):
@@ -403,9 +375,8 @@ class LinearOps:
 
     def _grads_like(self, inputs: tuple[Any, ...], needs_gates: bool) -> tuple[Tensor, ...]:
         """Uninitialised gradients, each like its input; [0] for what was not asked for."""
-        wanted = [
-            x if needs_gates or place not in self._gates else None for place, x in enumerate(inputs[:-1])
-        ]
+        left_out = () if needs_gates else self._gates
+        wanted = [None if place in left_out else x for place, x in enumerate(inputs[:-1])]
         return tuple(present(x, inputs[0]) for x in grads_like(*wanted))
 
     def split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -454,12 +425,9 @@ class LinearOps:
         self, tensors: tuple[Any, ...], kept: Kept | None, options: Sequence[Any]
     ) -> Sequence[MaybeTensor]:
         """Args: tensors: what is saved, do and dht. kept: by the forward."""
-        found: Sequence[Tensor]
         if self.keeping is None or kept is None:
-            found = self.bwd(*tensors, *options)
-        else:
-            found = self.keeping.bwd(*tensors, kept.tensors[0], kept.layout, *options)
-        return found
+            return self.bwd(*tensors, *options)
+        return self.keeping.bwd(*tensors, kept.tensors[0], kept.layout, *options)
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
@@ -500,7 +468,6 @@ class LinearOps:
         )
 
     def _record_packed(self, *args: Any) -> Recorded:
-        """packed_<name> with what its backward op takes."""
         inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.packed(*args)
@@ -514,7 +481,6 @@ class LinearOps:
         return self.packed_bwd(*_with_grads(saved, *grads), *options)
 
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
-        """Whether gates have a gradient."""
         return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
 
 
@@ -528,3 +494,148 @@ def _inputs_to_save(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
     """The tensors that a backward op takes."""
     return *saved, torch.zeros_like(saved[2]) if do is None else do, dht
+
+
+class KeepingOps:
+    """The ops of a family that keep what its kernels leave of a forward for the backward. fwd, bwd: the ops.
+
+    tfla_tk::<name>_fwd_kept and <name>_bwd_kept are <name>_fwd and <name>_bwd beside autograd: the first one
+    also returns what the kernels have kept, one tensor of v's dtype, which the second one takes behind dht.
+    <name>_fwd records them where it can, so that no backward makes the forward again under torch.compile and
+    activation checkpointing. The kernels of such a family also have
+
+        kept_layout(core) -> the layout of what a forward with `keep` leaves in one tensor of v's dtype: ints,
+        of
+                             which the first one is the number of elements
+
+    which follows from the metadata of core alone. It is an argument of <name>_fwd_kept, and of
+    <name>_bwd_kept behind what is kept. A graph from torch's cache on disk may have the layout of other
+    kernels. Then what is returned has that size, with nothing in it, and the backward of the kernels, whose
+    layout is another one, makes the forward again."""
+
+    def __init__(self, ops: LinearOps) -> None:
+        self._ops = ops
+        self._inputs = len(ops.family.inputs)
+        self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd
+        self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
+        self._define()
+        self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
+        self._implement()
+        self._register()
+
+    def layout(self, args: Sequence[Any]) -> tuple[int, ...] | None:
+        """The layout of what a recorded call of <name>_fwd with these arguments should keep. None where no
+        kernels run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
+        if not self._has_kernels(args[0]) or transforms.are_active() or not memo.may_keep():
+            return None
+        sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
+        if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
+            return None
+        core, _ = self._ops.split(tuple(args))
+        return self._ops.family.kernels().kept_layout(core)
+
+    def _has_kernels(self, q: Tensor) -> bool:
+        # fake tensors of a GPU are also on machines without one
+        return q.device.type == "cuda" and torch.cuda.is_available()
+
+    def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return *args[: self._place], *args[self._place + 2 :]
+
+    def _define(self) -> None:
+        forward, backward = self._names
+        inputs, options, grads = self._ops.arguments()
+        define = library.get().define
+        define(
+            f"{forward}({inputs}, {options}, bool output_final_state, int[] layout)"
+            " -> (Tensor o, Tensor final_state, Tensor kept)"
+        )
+        define(
+            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, int[] layout, {options},"
+            f" bool needs_gates) -> ({grads})"
+        )
+
+    def _implement(self) -> None:
+        forward, backward = self._names
+        impl = library.get().impl
+        impl(forward, self._fwd_cpu, "CPU")
+        impl(forward, self._fwd_cuda, "CUDA")
+        impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
+        impl(backward, self._bwd_cuda, "CUDA")
+        no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
+        for name, op, refusal in ((forward, self.fwd, no_gradients), (backward, self.bwd, self._ops.refusal)):
+            refusing = autograd.refusing(name, op, refusal)
+            impl(name, autograd.recording(name, op, refusing), "Autograd")
+
+    def _register(self) -> None:
+        forward, backward = self._names
+        our_library = library.get()
+        our_library.register_fake(forward, self._fwd_fake)
+        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self._without(args)))
+        # what is kept is of one call, not of one that is as many times as large
+        our_library.register_vmap(
+            backward,
+            lambda info, in_dims, *args: self._ops.bwd_vmap(
+                info, self._without(in_dims), *self._without(args)
+            ),
+        )
+        for name, count in zip(self._names, self._ops.family.flops, strict=True):
+            flops.register(name, count)
+
+    def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *of_fwd, layout = args
+        return *self._ops.fwd(*of_fwd), args[2].new_zeros(layout[0])
+
+    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *of_fwd, layout = args
+        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(layout[0])
+
+    def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        core, (output_final_state, layout) = self._ops.split(args)
+        forward = self._ops.family.kernels().forward
+        o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
+        left = kept.tensors[0] if kept is not None and kept.layout == tuple(layout) else None
+        return o, present(last, o), o.new_empty(layout[0]) if left is None else left
+
+    def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        left, layout = args[self._place : self._place + 2]
+        return self._ops.differentiate(Kept((left,), tuple(layout)), self._without(args))
+
+
+# Head dims that the kernels lack: q, k, v and states with zeros up to multiples of 16, results without them.
+# Channels of zeros change nothing in the others, forward or backward. torch's operations copy the tensors,
+# and autograd cuts the gradients.
+
+STEP = 16
+
+
+def fits(call: LinearCall) -> bool:
+    """Whether the kernels have the call's head dims; asked by every call, so of numbers, not of tensors."""
+    return not (call.dim_qk % STEP or call.dim_v % STEP)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: MaybeTensor) -> Any:
+    """q, k, v, states, and gates [B, T, H, K] among the gates, with head dims that are multiples of 16."""
+    more_k, more_v = -q.shape[-1] % STEP, -v.shape[-1] % STEP
+    if initial_state is not None:
+        initial_state = pad(initial_state, (0, more_v, 0, more_k))
+    gates = tuple(pad(x, (0, more_k)) if x is not None and x.dim() == 4 else x for x in gates)
+    return pad(q, (0, more_k)), pad(k, (0, more_k)), pad(v, (0, more_v)), initial_state, *gates
+
+
+def unpadded(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
+    """o and the final state without the zeros, as tensors of their own; as they are where the dims fit."""
+    dim_k, dim_v = call.dim_qk, call.dim_v
+    if fits(call):
+        return o, last
+    if dim_v % STEP:
+        o = o.narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
+    if call.output_final_state and last is not None:
+        last = last.narrow(-2, 0, dim_k).narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
+    return o, last
+
+
+def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
+    """The final state as the call wants it, contiguous."""
+    if not call.output_final_state or last is None:
+        return None
+    return last.mT.contiguous() if call.state_v_first else last

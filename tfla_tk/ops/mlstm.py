@@ -111,9 +111,8 @@ def prepare_mlstm(
     read = _as_read(call, tensors)
     reads_all_as_given = all(x is given for x, given in zip(read, tensors, strict=True))
     recorded = records(read)
-    options = tk_forward.Options(
-        *_options(call), call.return_last_states, recorded, call.batch_invariant, recorded
-    )
+    of_call = call.return_last_states, recorded, call.batch_invariant
+    options = tk_forward.Options(*_options(call), *of_call, recorded)
     forward = tk_forward.prepare(read, options)
 
     def run(*tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -126,7 +125,6 @@ def prepare_mlstm(
 
 
 def packed_mlstm(call: MLSTMCall, form: str, tensors: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """tfla_tk::packed_mlstm."""
     h, c, n, m = _packed(*tensors, form, call.chunk_size, *_options(call))
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
@@ -139,17 +137,11 @@ def _as_read(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tensors of mlstm_fwd in dtypes that the kernels read, None for those that do not count."""
     q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
     dtype = state_dtype(q)
-    return (
-        q,
-        k,
-        v,
-        i.to(dtype) if i.dtype == torch.float64 else i,
-        f.to(dtype) if f.dtype == torch.float64 else f,
-        as_dtype(c_initial, dtype),
-        as_dtype(n_initial, dtype) if call.normalize else None,
-        None if call.sigmoid_gate else as_dtype(m_initial, dtype),
-        cu_seqlens,
-    )
+    i = i.to(dtype) if i.dtype == torch.float64 else i
+    f = f.to(dtype) if f.dtype == torch.float64 else f
+    n_initial = as_dtype(n_initial, dtype) if call.normalize else None
+    m_initial = None if call.sigmoid_gate else as_dtype(m_initial, dtype)
+    return q, k, v, i, f, as_dtype(c_initial, dtype), n_initial, m_initial, cu_seqlens
 
 
 # The reference, of the arguments of an op
@@ -201,43 +193,52 @@ def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seq
 
 
 def _bwd_cpu(*args: Any) -> Grads:
-    *inputs, _, _, _, _, _, _, dh, dc_last, dn_last = args[: _SAVED_COUNT + 3]
-    sigmoid_gate, normalize, eps, *_ = args[_SAVED_COUNT + 3 :]
-    return _reference_bwd(inputs, (dh, dc_last, dn_last), CHUNK, sigmoid_gate, normalize, eps)
+    inputs, grads, options = (
+        args[:_INPUT_COUNT],
+        args[_SAVED_COUNT : _SAVED_COUNT + 3],
+        args[_SAVED_COUNT + 3 :],
+    )
+    return _packed_bwd_reference(*inputs, *grads, "chunkwise", CHUNK, *options[:3])
 
 
-def _reference_bwd(
-    inputs: Sequence[Any],
-    grads: tuple[Any, ...],
-    chunk_size: int,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-) -> Grads:
+def by_reference(
+    tensors: tuple[Any, ...], form: str, chunk_size: int, sigmoid_gate: bool, normalize: bool, eps: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One form (layout.FORMS) of the reference of q, k, v, i, f, c_initial, n_initial, m_initial,
+    cu_seqlens: h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), in the
+    widest dtype of the inputs."""
     import tfla_tk.reference as forms
 
-    *tensors, cu_seqlens = inputs
-    found = forms.mlstm_backward(
-        *(*tensors, *grads, eps, chunk_size),
-        sigmoid_gate=sigmoid_gate,
-        normalize=normalize,
-        cu_seqlens=cu_seqlens,
-    )
-    return _filled(_bwd_fake(*inputs), found)
+    *inputs, m_initial, cu_seqlens = tensors
+    options: dict[str, Any] = {"return_last_states": True, "eps": eps, "cu_seqlens": cu_seqlens}
+    if form == "chunkwise":
+        options["chunk_size"] = chunk_size
+    if sigmoid_gate:
+        h, last = getattr(forms, f"mlstm_siging_{form}")(*inputs, **options, normalize=normalize)
+    else:
+        h, last = getattr(forms, f"mlstm_{form}")(*inputs, m_initial, **options)
+    return h, last
 
 
 def _packed_reference(*args: Any) -> Output:
-    from tfla_tk.ops import mlstm_reference as reference
-
     inputs, (form, chunk_size, *options) = args[:_INPUT_COUNT], args[_INPUT_COUNT:]
-    h, last = reference.apply(inputs, form, chunk_size, *options)
+    h, last = by_reference(inputs, form, chunk_size, *options)
     return _filled(_packed_fake(*args), (h, *last))
 
 
 def _packed_bwd_reference(*args: Any) -> Grads:
-    inputs, (dh, *grads, _, chunk_size, sigmoid_gate, normalize, eps) = args[:9], args[9:]
-    dh = torch.zeros_like(inputs[2]) if dh is None else dh
-    return _reference_bwd(inputs, (dh, *grads), chunk_size, sigmoid_gate, normalize, eps)
+    import tfla_tk.reference as forms
+
+    inputs, (dh, *grads, _, chunk_size, sigmoid_gate, normalize, eps) = (
+        args[:_INPUT_COUNT],
+        args[_INPUT_COUNT:],
+    )
+    *tensors, cu_seqlens = inputs
+    of_h = torch.zeros_like(inputs[2]) if dh is None else dh
+    options = {"sigmoid_gate": sigmoid_gate, "normalize": normalize}
+    given = *tensors, of_h, *grads, eps, chunk_size
+    found = forms.mlstm_backward(*given, **options, cu_seqlens=cu_seqlens)
+    return _filled(_bwd_fake(*inputs), found)
 
 
 # CUDA: the kernels, which have None in place of empty tensors
@@ -253,15 +254,15 @@ def _bwd_cuda(*args: Any) -> Grads:
 
 
 def _kernels_fwd(*args: Any) -> Any:
-    from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+    from tfla_tk.backends.tk.scalar_gate import forward
 
-    return tk_forward.mlstm_fwd(*args)
+    return forward.mlstm_fwd(*args)
 
 
 def _kernels_bwd(*args: Any) -> MaybeGrads:
-    from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+    from tfla_tk.backends.tk.scalar_gate import backward
 
-    return tk_backward.mlstm_bwd(*args)
+    return backward.mlstm_bwd(*args)
 
 
 # Uninitialised results; [0] for what was not asked for

@@ -53,7 +53,13 @@ class DecodingOps:
         our_library.impl(f"{name}_", writing, "ADInplaceOrView")
         for each, op, on_cpu_, on_cuda, fake in (
             (name, self.new_state, on_cpu, self._on_cuda, as_fake),
-            (f"{name}_", self.in_place, in_place_on_cpu, self._in_place_on_cuda, in_place_as_fake),
+            (
+                f"{name}_",
+                self.in_place,
+                in_place_on_cpu,
+                self._in_place_on_cuda,
+                lambda q, k, v, *_: q.new_empty(v.shape),
+            ),
         ):
             our_library.impl(each, on_cpu_, "CPU")
             our_library.impl(each, on_cuda, "CUDA")
@@ -123,18 +129,10 @@ _LEAST_M = -16384.0
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same state with an m that dtype holds exactly; what m loses in rounding goes into c and n.
-
-    Rounding m alone would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of
-    less than that would never happen. A finite m below -16384 becomes -16384; m = -inf, of an empty state,
-    stays.
-
-    Args:
-        c: [B, NH, DHQK, DHHV]. n: [B, NH, DHQK]. m: [B, NH, 1]. dtype: a dtype of 16 bits.
-
-    Returns:
-        (c, n, m) in the dtypes they came in.
-    """
+    """The same state, c [B, NH, DHQK, DHHV], n [B, NH, DHQK], m [B, NH, 1] in the dtypes they came in, with
+    an m that dtype, of 16 bits, holds exactly; what m loses in rounding goes into c and n. Rounding m alone
+    would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of less than that
+    would never happen. A finite m below -16384 becomes -16384; m = -inf, of an empty state, stays."""
     kept = m.clamp(min=_LEAST_M).to(dtype).to(m.dtype)
     kept = torch.where(m == -torch.inf, m, kept)
     scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)
@@ -164,7 +162,6 @@ def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Any, ...]) -
 
 
 def on_cpu(*args: Any) -> StepOutput:
-    """`name` of an op's arguments."""
     tensors, (_, normalize, eps, dtype_state, *_) = args[:_COUNT], args[_COUNT:]
     out = as_fake(*args)
     # own memory: a result may be one of the inputs
@@ -174,7 +171,6 @@ def on_cpu(*args: Any) -> StepOutput:
 
 
 def in_place_on_cpu(*args: Any) -> Tensor:
-    """`name_` of an op's arguments."""
     tensors, (_, normalize, eps, *_) = args[:_COUNT], args[_COUNT:]
     *_, c, n, m = tensors
     h, *state = _reference(tensors, normalize, eps, c.dtype if m is None else m.dtype)
@@ -188,19 +184,33 @@ def _reference(
     tensors: tuple[Any, ...], normalize: bool, eps: float, dtype_m: torch.dtype
 ) -> tuple[Tensor, ...]:
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
-    from tfla_tk.ops import mlstm_reference as reference
-
-    h, (c, n, *last_m) = reference.decode(tensors, normalize, eps)
+    h, (c, n, *last_m) = by_reference(tensors, normalize, eps)
     if last_m and dtype_m.itemsize == 2:
         return h, *representable(c, n, last_m[0], dtype_m)
     return h, c, n, *last_m
+
+
+def by_reference(tensors: tuple[Any, ...], normalize: bool, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on, m None with the sigmoid gate:
+    h like v, and the last state, (c, n, m) or (c, n), of at least fp32; n itself without normaliser."""
+    import tfla_tk.reference as forms
+
+    q, k, v, i, f, c, n, m = tensors
+    one_token = q.dim() == 3
+    if m is None and one_token:
+        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps, normalize)
+    if m is None:
+        h, (c, n_last) = forms.mlstm_siging_recurrent(q, k, v, i, f, c, n, True, eps, normalize)
+        return h, (c, n_last if normalize else n)
+    if one_token:
+        return forms.mlstm_step(q, k, v, i, f, c, n, m, eps)
+    return forms.mlstm_recurrent(q, k, v, i, f, c, n, m, True, eps)  # type: ignore[return-value]
 
 
 # Fake: shapes, dtypes and strides alone
 
 
 def as_fake(*args: Any) -> StepOutput:
-    """Uninitialised results of `name`."""
     q, _, v, *_ = args
     sigmoid_gate, _, _, dtype_state, *_ = args[_COUNT:]
     (batch, heads), dim_qk = q.shape[:2], q.shape[-1]
@@ -214,10 +224,6 @@ def as_fake(*args: Any) -> StepOutput:
         empty(batch, heads, dim_qk),
         empty(0) if sigmoid_gate else empty(batch, heads, 1),
     )
-
-
-def in_place_as_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(v.shape)
 
 
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:

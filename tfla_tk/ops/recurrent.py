@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.delta_rule import DeltaRuleCall
-from tfla_tk.calls.kda import KDACall
+from tfla_tk.calls.delta_rule import DeltaRuleCall, KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.recurrent import RecurrentCore, Slots, through_a_copy
 from tfla_tk.core import flops, library, transforms
@@ -139,7 +138,6 @@ def _token_by_token(core: RecurrentCore, o: Tensor, slots: Slots) -> None:
 
 
 def _in_place(args: tuple[Any, ...]) -> tuple[RecurrentCore, Tensor, Slots]:
-    """The arguments of the op in place."""
     return RecurrentCore(*(*args[:_INPUTS], True)), args[_INPUTS], Slots(*args[_INPUTS + 1 :])
 
 
@@ -167,7 +165,6 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _as_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    """Uninitialised outputs."""
     core = RecurrentCore(*args)
     shape = core.state_shape if core.output_final_state else (0,)
     return core.q.new_empty(core.v.shape), core.q.new_empty(shape, dtype=state_dtype(core.q))

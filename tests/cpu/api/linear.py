@@ -15,6 +15,7 @@ from tfla_tk import which
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.core.layout import Kept
 from tfla_tk.core.support import SUPPORTED
+from tfla_tk.ops.linear import LinearOps
 
 Inputs = dict[str, Any]
 LAYOUT = (3, 1)  # of what the stand-in keeps
@@ -72,10 +73,10 @@ class Kernels(ModuleType):
 
     left = torch.arange(3.0)
 
-    def __init__(self, family: ModuleType, name: str) -> None:
-        """Args: family: of tfla_tk.ops. name: of the module."""
+    def __init__(self, ops: LinearOps, name: str) -> None:
+        """Args: ops: of the family. name: of the module."""
         super().__init__(name)
-        self.ops = family.ops
+        self.ops = ops
         self.calls: list[str] = []
         self.core: Any = None
         self.needs_gates: list[bool] = []

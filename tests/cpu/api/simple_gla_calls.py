@@ -37,7 +37,7 @@ class Kernels(linear.Kernels):
     """The launches with the op's CPU code: None in place of empty tensors, and a log of the calls."""
 
     def __init__(self) -> None:
-        super().__init__(simple_gla_ops, f"{scalar_gate.__name__}.scalar_decay")
+        super().__init__(simple_gla_ops.ops, f"{scalar_gate.__name__}.scalar_decay")
 
     @property
     def tensors(self) -> tuple[Any, ...]:

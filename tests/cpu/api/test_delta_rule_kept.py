@@ -53,7 +53,7 @@ class KeepingKernels(Kernels):
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
     """Those of the tk backend, which the ops call, too, as they do on a GPU."""
-    module = KeepingKernels(ops, LAUNCH)
+    module = KeepingKernels(ops.ops, LAUNCH)
     serve_by(module, monkeypatch)
     keeping = ops.ops.keeping
     assert keeping is not None

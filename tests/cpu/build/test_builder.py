@@ -13,8 +13,8 @@ import pytest
 
 from tfla_tk import build, env
 from tfla_tk.build import EXTENSION, BuildError, Built, CaptureError, Instance, Launcher, builder, cache
-from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.thunderkittens import ThunderKittens
+from tfla_tk.build.toolchain import find_tool
 
 STUB_LIBRARY = 34  # CUDA_ERROR_STUB_LIBRARY: what a launcher answers where there is no driver
 SERIALISED = "ptxas info : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized"

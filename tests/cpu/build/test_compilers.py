@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tfla_tk import build, env
-from tfla_tk.build.disassembly import find_tool
-from tfla_tk.build.instances import gla_segments
+from tfla_tk.build.instances import kernel_of
+from tfla_tk.build.toolchain import find_tool
 
 from ... import compilers
 
@@ -68,6 +68,7 @@ def test_the_ptx_goes_through_another_ptxas(
     monkeypatch.setenv(env.NVCC.name, str(nvcc))  # and back, as the next
     monkeypatch.setenv(env.NVCC_APPEND_FLAGS.name, "")
     assert ptxas
-    own, others = compilers.compiled(gla_segments(64, False, False), [nvcc], ptxas).values()
+    segments = kernel_of("gla_segments", False, tile=64, backward=False)
+    own, others = compilers.compiled(segments, [nvcc], ptxas).values()
     kernels = set(compilers.kernels_of(own))
     assert kernels and kernels == set(compilers.kernels_of(others))

@@ -8,7 +8,7 @@ import pytest
 
 from tfla_tk import build
 from tfla_tk.build import BuildError, Launcher, instances, shipped_launchers
-from tfla_tk.build.exports import EXPECTED, check_exports
+from tfla_tk.build.instances import EXPECTED, check_exports
 
 
 def test_every_number_of_both_halves_is_told_by_a_launcher() -> None:

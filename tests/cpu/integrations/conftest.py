@@ -199,14 +199,14 @@ def restored() -> Iterator[None]:
     """fla as it was, before and after."""
     # not for every worker process that collects such tests: it takes five seconds
     pytest.importorskip("fla.ops", reason="fla-core is not installed")
-    families = (simple_gla, gla, delta_rule, kda)
-    for family in families:
-        family._path.plans.clear()
+    paths = (simple_gla._path, gla._path, delta_rule._path, kda._path)
+    for path in paths:
+        path.plans.clear()
     fla._told.clear()
     yield
     fla.restore(filter(fla.is_accelerated, fla.FUNCTIONS))  # each function takes a look at all modules
-    for family in families:
-        family._path.plans.clear()
+    for path in paths:
+        path.plans.clear()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 import tfla_tk
 from tfla_tk import delta_rule, gla, kda, simple_gla
-from tfla_tk.backends.reference import linear as reference_backend
+from tfla_tk.backends.reference import forms as reference_backend
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
@@ -30,8 +30,8 @@ REFUSED = Support(False, "head dims are K = 272, V = 32", "use fewer")
 
 
 def forget_plans() -> None:
-    for family in (simple_gla, gla, delta_rule, kda):
-        family._path.plans.clear()
+    for path in (simple_gla._path, gla._path, delta_rule._path, kda._path):
+        path.plans.clear()
 
 
 class Machine:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from tfla_tk import UnsupportedError
 from tfla_tk.integrations import xlstm
-from tfla_tk.integrations.xlstm import explain
+from tfla_tk.integrations.xlstm import modules as explain
 
 from .conftest import assert_same_gradients, gradients, relative_error
 

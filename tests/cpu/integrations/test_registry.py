@@ -79,7 +79,7 @@ def test_replace_and_restore(mlstm_kernels: Any) -> None:
     assert before.items() <= resolved(mlstm_kernels).items()
 
 
-RELOADED = ("registry", "modules", "kernels", "explain", "")
+RELOADED = ("registry", "modules", "kernels", "")
 
 
 @pytest.mark.parametrize("hf", [False, True])

@@ -14,7 +14,7 @@ import pytest
 
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import call as delta_call
-from tfla_tk.build.disassembly import find_tool
+from tfla_tk.build.toolchain import find_tool
 
 from . import calls, summary
 from .compiled import GROUPS, Compiled, Compiler

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tfla_tk.backends.tk import operands
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.delta_rule import call, split
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.core.layout import CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
@@ -107,4 +107,4 @@ def test_few_long_sequences_are_split(
 def test_memory_rate(told: dict[str, int], rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an H100 where torch does not tell."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
-    assert operands.memory_rate.__wrapped__(0) == pytest.approx(rate, rel=1e-3)
+    assert prepared.memory_rate.__wrapped__(0) == pytest.approx(rate, rel=1e-3)

@@ -9,7 +9,7 @@ import torch
 
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import launch
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import Cut
 
 from .calls import OPS, B, Op, Tensors, check, cut_into, draw

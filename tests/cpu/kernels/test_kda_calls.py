@@ -10,7 +10,8 @@ import torch
 
 from tests.pairs import pairwise
 from tfla_tk import UnsupportedError, build, chunk_kda
-from tfla_tk.backends.tk.kda import launch, support
+from tfla_tk.backends.tk.kda import call as support
+from tfla_tk.backends.tk.kda import launch
 from tfla_tk.core import dispatch
 
 from .calls import FLAGS, MODULES, OPS, Op, Tensors, assert_close, assert_equal, check, draw, raw, results

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.kda import launch as kda_launch
-from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.calls.kda import KDACore
+from tfla_tk.calls.delta_rule import DeltaRuleCore, KDACore
 from tfla_tk.core.layout import CHUNK, Kept
 
 from .calls import OPS, Op, Tensors, cut_into, draw

@@ -45,19 +45,9 @@ def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
 
 
 def load(kernels_of: KernelsOf, *key: Any) -> Support:
-    """Load instances that are supported, and compile what the cache lacks.
-
-    What cannot be loaded is logged, once, and not supported until it is tried again (RETRY_S).
-
-    Args:
-        key: the arguments of kernels_of.
-
-    Returns:
-        Whether they are loaded.
-
-    Raises:
-        CaptureError: something would have to be compiled while a CUDA graph is being captured.
-    """
+    """Load instances that are supported, kernels_of(*key), and compile what the cache lacks; whether they are
+    loaded. What cannot be loaded is logged, once, and not supported until it is tried again (RETRY_S).
+    CaptureError: something would have to be compiled while a CUDA graph is being captured."""
     reason, remedy = load_fault(kernels_of, *key)
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 

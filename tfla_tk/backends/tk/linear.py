@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 from tfla_tk.backends.tk import device, recurrent
-from tfla_tk.backends.tk.channel_gate import support as gla_support
+from tfla_tk.backends.tk.channel_gate import call as gla_support
 from tfla_tk.backends.tk.delta_rule import support as delta_rule_support
-from tfla_tk.backends.tk.kda import support as kda_support
+from tfla_tk.backends.tk.kda import call as kda_support
 from tfla_tk.backends.tk.scalar_gate import support as simple_gla_support
-from tfla_tk.calls.delta_rule import DeltaRuleCall
-from tfla_tk.calls.kda import KDACall
+from tfla_tk.calls.delta_rule import DeltaRuleCall, KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.memo import is_plain
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
-from tfla_tk.ops import gla as gla_ops
-from tfla_tk.ops import kda as kda_ops
 from tfla_tk.ops import recurrent as steps
 from tfla_tk.ops import simple_gla as simple_gla_ops
 from tfla_tk.ops.linear import LinearOps, Result
@@ -56,12 +53,11 @@ supports_simple_gla, simple_gla, prepare_simple_gla = _with_steps(
 supports_delta_rule, delta_rule, prepare_delta_rule = _with_steps(
     "delta_rule", delta_rule_support.supports_delta_rule, delta_rule_ops.ops
 )
-supports_gla, gla, prepare_gla = _with_steps("gla", gla_support.supports_gla, gla_ops.ops)
-supports_kda, kda, prepare_kda = _with_steps("kda", kda_support.supports_kda, kda_ops.ops)
+supports_gla, gla, prepare_gla = _with_steps("gla", gla_support.supports_gla, simple_gla_ops.gla)
+supports_kda, kda, prepare_kda = _with_steps("kda", kda_support.supports_kda, delta_rule_ops.kda)
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """`device.load` of a call that is supported, for its gradients too."""
     if call.is_empty:
         return SUPPORTED
     if recurrent.serves(call):

@@ -4,26 +4,20 @@ from typing import Any
 
 from torch import Tensor
 
-from tfla_tk.backends.tk.scalar_gate.support import (
-    load,
-    supports_mlstm,
-    supports_mlstm_sequence,
-    supports_mlstm_step,
-)
+from tfla_tk.backends.tk.scalar_gate import support
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
-__all__ = ["load", "supports_mlstm", "supports_mlstm_sequence", "supports_mlstm_step"]
-
+load, supports_mlstm = support.load, support.supports_mlstm
+supports_mlstm_step, supports_mlstm_sequence = support.supports_mlstm_step, support.supports_mlstm_sequence
 mlstm, prepare_mlstm = ops.mlstm, ops.prepare_mlstm
 mlstm_sequence, prepare_mlstm_sequence = mlstm_decode.sequence.serve, mlstm_decode.sequence.prepare
 prepare_mlstm_step = mlstm_decode.step.prepare
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n). tensors: q, k, v, i, f,
-    c, n, m."""
+    """h [B, NH, V] and the next state, (c, n, m) or (c, n). tensors: q, k, v, i, f, c, n, m."""
     if not call.requires_grad:
         return mlstm_decode.step.serve(call, variant, *tensors)
     # the chunkwise kernel over a sequence of one token: it has gradients

@@ -1,31 +1,131 @@
-"""Launches that are prepared once for all calls of a kind, and what calls of every family hand to them.
+"""Tensors as kernels take them: addresses, strides, codes of dtypes, copies of what they cannot read; and
+launches that are prepared once for all calls of a kind.
 
 A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/prepared_launches.h).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    Gate,
-    Operand,
-    as_operand,
-    as_state,
-    descriptor_strides,
-    laid_out,
-)
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, DTYPES, Cut, Kept, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
+
+Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
+Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
+
+_RATE_OF_AN_H100 = 3.35e6  # bytes per microsecond
+ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
+_ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def memory_rate(device: int) -> float:
+    """What the device's memory gives at its peak, in bytes per microsecond."""
+    found = torch.cuda.get_device_properties(device)
+    # torch tells these since 2.10; a driver may not know them
+    kilohertz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    # two words a clock
+    return kilohertz * 2 * bits / 8e3 or _RATE_OF_AN_H100
+
+
+def current_stream(device: int) -> int:
+    return _raw_stream(device)
+
+
+# not public: torch.cuda.current_stream wraps the handle in an object, which takes longer
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+def pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """x in a dtype that the decoding kernels read."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def gate(x: Tensor) -> Gate:
+    return x.data_ptr(), *x.stride(), DTYPES[x.dtype]
+
+
+@functools.lru_cache(maxsize=4096)
+def descriptor_strides(shape: tuple[int, ...], of_x: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows. The strides
+    of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too."""
+    if shape[-1] > 1 and of_x[-1] != 1:
+        return None
+    outer = tuple(
+        stride if size > 1 else _ROW_ALIGNMENT for size, stride in zip(shape[:-1], of_x[:-1], strict=True)
+    )
+    if any(stride <= 0 or stride % _ROW_ALIGNMENT for stride in outer):
+        return None
+    batch, head, row = outer
+    return batch, head, row
+
+
+def operand(x: Tensor) -> Operand | None:
+    """Address of x [B, NH, S, D] and its strides for a TMA descriptor; None where it cannot address x."""
+    pointer = x.data_ptr()
+    found = descriptor_strides(x.shape, x.stride())
+    return None if found is None or pointer % ADDRESS_ALIGNMENT else (pointer, *found)
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """x [B, NH, S, D] as it lies where a TMA descriptor can address it, else a copy."""
+    return _dense(x) if operand(x) is None else x
+
+
+def as_state(x: MaybeTensor) -> MaybeTensor:
+    """x as it lies where it is contiguous and vector loads can take it, else a copy."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % ADDRESS_ALIGNMENT == 0):
+        return x
+    return _dense(x)
+
+
+def log_decay(core: Any) -> tuple[int, float]:
+    """How the log decay of a `KDACore` or a `RecurrentCore` follows from g: LogDecay in
+    kernels/sequence/log_decay.h, and its lower bound, 0 for none."""
+    if not core.is_raw:
+        return 0, 0.0
+    return (1, 0.0) if core.lower_bound is None else (2, core.lower_bound)
+
+
+def laid_out(q: Tensor, v: Tensor, cu_seqlens: MaybeTensor, *tensors: MaybeTensor) -> tuple[Any, ...]:
+    """What launches depend on of all their tensors but for addresses: the device, sizes, strides and
+    dtypes."""
+    sizes = q.get_device(), q.shape, v.shape, None if cu_seqlens is None else cu_seqlens.shape
+    return *sizes, *[None if x is None else (x.stride(), x.dtype) for x in tensors]
+
+
+def strides(*tensors: MaybeTensor) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.stride() for x in tensors)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
 
 # what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
+Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
+Gradients: TypeAlias = tuple[Any, ...]  # in the order of the inputs; None for what was not asked for
 
 NO_OPERAND: Operand = (0, 0, 0, 0)
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 _SCRATCH_ALIGNMENT = 256  # bytes
+FLOAT = torch.float32.itemsize
 
 
 class Sizes(NamedTuple):
@@ -46,10 +146,10 @@ class Sizes(NamedTuple):
     batch_invariant: bool = False
     decays: bool = True  # has gates
     trains: bool = False  # a backward, or a forward that keeps what one reads
+    walks_cut: Cut | None = None  # of all walks, where they have the same
 
     @classmethod
     def of(cls, core: Any, *, trains: bool = False) -> Any:
-        """Of a family's call."""
         q, v, offsets = core.q, core.v, core.cu_seqlens
         batch, seq, heads, dim_v = v.shape
         return cls(
@@ -77,20 +177,28 @@ class Sizes(NamedTuple):
 
     def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
         """As the kernels take them, with the address of the offsets, 0 for none, and a cut."""
-        return (address, self.packed_64bit, self.sequences, *(cut or self.uncut), *self[2:10])
+        chosen = cut or self.walks_cut or self.uncut
+        return (address, self.packed_64bit, self.sequences, *chosen, *self.of_tensors)
+
+    @property
+    def of_tensors(self) -> tuple[int, ...]:
+        """What the kernels are told behind a cut."""
+        sizes = self.batch, self.heads, self.seq, self.dim_k, self.dim_v
+        return *sizes, self.group, self.half, self.device
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Of the states before and after."""
         return self.sequences, self.heads, self.dim_k, self.dim_v
 
 
-def readable(core: Any, operands: Sequence[str] = ("q", "k", "v")) -> Any:
+def readable(
+    core: Any, operands: Sequence[str] = ("q", "k", "v"), states: Sequence[str] = ("initial_state",)
+) -> Any:
     """The call of a family itself where the kernels can take its tensors as they lie, else with copies."""
     offsets = core.cu_seqlens
     read = core._replace(
         **{name: as_operand(getattr(core, name)) for name in operands},
-        initial_state=as_state(core.initial_state),
+        **{name: as_state(getattr(core, name)) for name in states},
         cu_seqlens=None if offsets is None else offsets.contiguous(),
     )
     return core if are_same(read, core) else read
@@ -100,6 +208,34 @@ def layout_of(core: Any) -> Any:
     """All that the launches of a call depend on but for addresses."""
     count = core._fields.index("cu_seqlens") + 1
     return laid_out(core.q, core.v, core.cu_seqlens, *core[:count]), core[count:]
+
+
+class Forwards:
+    """The forwards of a family, each for calls whose tensors lie alike, by what their launches depend on.
+    make: `Forward` of a core that is as `readable` leaves it, of output_final_state and keep: a function of
+    the core's tensors. It has to look at their addresses, which may be odd. operands: of the core, which a
+    TMA descriptor has to address."""
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], operands: Sequence[str]) -> None:
+        self._make, self._operands = make, operands
+        self._known: Memo[Callable[..., Any]] = Memo()
+        self.clear = self._known.clear
+
+    def run(self, core: Any, *, output_final_state: bool, keep: bool) -> Any:
+        """The forward of a call; tensors that the kernels cannot read are copied."""
+        read = readable(core, self._operands)
+        options = {"output_final_state": output_final_state, "keep": keep}
+        key = output_final_state, keep, layout_of(read)
+        forward = self._known.of(key, lambda: self._make(read, **options))
+        return forward(*read[: core._fields.index("cu_seqlens") + 1])
+
+    def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
+        """`run` of the tensors of all calls whose tensors lie like these."""
+        options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
+        if readable(core, self._operands) is core:
+            return self._make(core, **options)
+        others = core[core._fields.index("cu_seqlens") + 1 :]
+        return lambda *tensors: self.run(core._make((*tensors, *others)), **options)
 
 
 def left_for(kept: Kept | None, layout: tuple[int, ...], forward: Callable[[], Kept | None]) -> Tensor:
@@ -142,10 +278,10 @@ def aligned(size: int) -> int:
 
 
 class Scratch:
-    """Places in one allocation, of what kernels of a call leave for others. bytes: of the allocation."""
+    """Places in one allocation, at a prepared address, of what kernels of a call leave for others. bytes: of
+    the allocation."""
 
     def __init__(self, address: int) -> None:
-        """Args: address: the prepared one of the allocation."""
         self._address = address
         self.bytes = 0
 
@@ -161,37 +297,20 @@ class Scratch:
         return operand_at(self.take(like.numel() * element_bytes), like)
 
 
-class Result(NamedTuple):
-    """A result like an input, and what the kernels write: the same, or a dense tensor to be copied."""
+def writable(result: Tensor) -> Tensor:
+    """A result [B, T, H, D] where the kernels can write it, else a dense tensor, to be copied (`filled`)."""
+    is_direct = descriptor_strides(result.shape, result.stride()) is not None
+    return result if is_direct else result.new_empty(result.shape)
 
-    result: Tensor
-    written: Tensor
 
-    @staticmethod
-    def like(x: Tensor, device: str | None = None) -> "Result":
-        """Uninitialised, like x [B, T, H, D] in memory order."""
-        return Result.of(torch.empty_like(x, device=device))
+def writable_state(result: MaybeTensor) -> MaybeTensor:
+    """The same of a state: where it is contiguous; None for none."""
+    return result if result is None or result.is_contiguous() else result.new_empty(result.shape)
 
-    @staticmethod
-    def of(result: Tensor) -> "Result":
-        """With itself, or a dense tensor, to be written."""
-        if descriptor_strides(result.shape, result.stride()) is None:
-            return Result(result, result.new_empty(result.shape))
-        return Result(result, result)
 
-    @staticmethod
-    def of_state(result: Tensor) -> "Result":
-        """With itself where it is contiguous, or a contiguous tensor, to be written."""
-        return Result(result, result if result.is_contiguous() else result.new_empty(result.shape))
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the kernels write the result itself."""
-        return self.written is self.result
-
-    def filled(self) -> Tensor:
-        """The result, once what is written is there."""
-        return self.result if self.is_direct else self.result.copy_(self.written)
+def filled(result: MaybeTensor, written: MaybeTensor) -> MaybeTensor:
+    """The result, once what is written for it is there."""
+    return result if result is None or written is None or written is result else result.copy_(written)
 
 
 class Results:
@@ -199,21 +318,21 @@ class Results:
     inputs. addresses: number the results. operands: what the kernels write, at prepared addresses."""
 
     def __init__(self, likes: Sequence[Any], addresses: Addresses) -> None:
-        results = [Result.like(x, "meta") for x in likes]
-        self._are_direct = all(x.is_direct for x in results)
-        self.operands = [operand_at(addresses.next(), x.written) for x in results]
+        results = [torch.empty_like(x, device="meta") for x in likes]
+        written = [writable(x) for x in results]
+        self._are_direct = are_same(results, written)
+        self.operands = [operand_at(addresses.next(), x) for x in written]
 
     def allocate(self, likes: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The results of a call, and what the kernels write."""
         results = [torch.empty_like(x) for x in likes]
-        return results, results if self._are_direct else [Result.of(x).written for x in results]
+        return results, results if self._are_direct else [writable(x) for x in results]
 
     @staticmethod
     def fill(results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Once what is written is there."""
         for result, found in zip(results, written, strict=True):
-            if found is not result:
-                result.copy_(found)
+            filled(result, found)
 
 
 def are_same(tensors: Iterable[Any], others: Iterable[Any]) -> bool:

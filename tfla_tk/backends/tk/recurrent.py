@@ -7,7 +7,14 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_state, current_stream, log_decay, pointer
+from tfla_tk.backends.tk.prepared import (
+    ADDRESS_ALIGNMENT,
+    as_state,
+    current_stream,
+    log_decay,
+    narrowed,
+    pointer,
+)
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.calls.linear import LinearCall
@@ -38,7 +45,6 @@ def supports(call: LinearCall, variant: str | None) -> Support:
 
 
 def load(call: LinearCall) -> Support:
-    """Load the kernels of a call that is supported, and compile what the cache lacks."""
     return SUPPORTED if call.is_empty else device.load(_kernels_of, *_key(call))
 
 
@@ -113,11 +119,11 @@ def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTen
     launcher, kernels = _kernels_of(dim_k, core.state_v_first, by_channel, delta_rule, dtype)
     kernel = build.load(launcher, *kernels)
     # to be held until the launches, which get addresses alone
-    g = None if core.g is None else _narrowed(core.g)
+    g = None if core.g is None else narrowed(core.g)
     # those of o are dense
     rows = [x if x is None or x.dim() < 4 or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, o, g)]
-    beta = None if core.beta is None else _narrowed(core.beta)
-    per_head = [None if x is None else _narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
+    beta = None if core.beta is None else narrowed(core.beta)
+    per_head = [None if x is None else narrowed(x).contiguous() for x in (core.A_log, core.dt_bias)]
     offsets = None if core.cu_seqlens is None else core.cu_seqlens.contiguous()
     columns: tuple[Any, ...] | None = None
     if slots.indices is not None:
@@ -134,7 +140,3 @@ def _launch(core: RecurrentCore, o: Tensor, before: MaybeTensor, after: MaybeTen
         core.state_v_first, by_channel, delta_rule, core.qk_l2norm, core.beta_sigmoid, core.neg_eigval,
         *log_decay(core), where, current_stream(where),
     )  # fmt: skip
-
-
-def _narrowed(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.float64 else x

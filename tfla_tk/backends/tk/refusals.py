@@ -36,7 +36,7 @@ def of_place(where: torch.device) -> Support | None:
 
 
 def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
-    """Why no tile holds the head dims, or None. Any below the largest are held (`ops.head_dims`)."""
+    """Why no tile holds the head dims, or None. Any below the largest are held (`ops.linear`)."""
     if call.dim_qk <= max_k and call.dim_v <= max_v:
         return None
     return Support(
@@ -45,7 +45,6 @@ def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
 
 
 def of_scale(call: LinearCall) -> Support | None:
-    """Why the kernels do not take the scale, or None."""
     if call.scale > 0:
         return None
     remedy = "scale q by -1" if call.scale < 0 else "take the reference backend"

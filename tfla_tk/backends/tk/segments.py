@@ -21,13 +21,11 @@ _LEAST_CHUNKS = 4
 
 
 class Costs(NamedTuple):
-    """What a cut costs, in chunks of the kernel whose sequences are cut. states_chunk: a chunk that
-    forgets nothing, of the kernel that sums segments. prologue: start and end of a CTA. launches: the
-    small kernel, with the gaps between launches."""
+    """What a cut costs, in chunks of the kernel whose sequences are cut."""
 
-    states_chunk: float
-    prologue: float
-    launches: float
+    states_chunk: float  # a chunk that forgets nothing, of the kernel that sums segments
+    prologue: float  # start and end of a CTA
+    launches: float  # the small kernel, with the gaps between launches
 
 
 # measured on an H200 (docs/log/mlstm.md, "Cut and packed sequences")
@@ -47,9 +45,10 @@ def find(
     batch_invariant: bool,
 ) -> Cut:
     """The cut of sequences of `tokens` tokens each, or together where they are packed; batch invariant it
-    follows from the length of each sequence alone. Others as of `cut`."""
+    follows from the length of each sequence alone: every INVARIANT_CHUNKS chunks from its start. Others as of
+    `cut`."""
     if batch_invariant:
-        return cut_invariant(sequences, tokens, packed=packed)
+        return cut_into(sequences, tokens, INVARIANT_CHUNKS, packed=packed)
     return (cut_packed if packed else cut)(sequences, tokens, ctas, multiprocessors, costs)
 
 
@@ -85,14 +84,8 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
     return cut_into(sequences, tokens, length, packed=True)
 
 
-def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
-    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its
-    start. tokens: of each sequence, or of all packed ones together."""
-    return cut_into(sequences, tokens, INVARIANT_CHUNKS, packed=packed)
-
-
 def cut_into(sequences: int, tokens: int, chunks: int, *, packed: bool) -> Cut:
-    """The cut into segments of so many chunks. Other arguments as of `cut_invariant`."""
+    """The cut into segments of so many chunks. tokens: of each sequence, or of all packed ones together."""
     length = chunks * CHUNK
     if packed:
         return Cut(sequences + tokens // length, chunks)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
-from tfla_tk.calls.delta_rule import DeltaRuleCall
-from tfla_tk.calls.kda import KDACall
+from tfla_tk.calls.delta_rule import DeltaRuleCall, KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MaybeTensor
@@ -39,7 +38,6 @@ FLA_MISSING = installation.missing("fla", "fla-core")
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether fla's chunk_simple_gla serves the call correctly; ValueError for a variant but "fla"."""
     # the kernel that Triton miscompiles is the one with a decay per token
     op = "chunk_simple_gla" if call.gate == "token" else "chunk_retention"
     found = [refusal_of_call(op, call, variant), uneven_heads(call)]
@@ -79,15 +77,11 @@ def uneven_heads(call: LinearCall) -> Support | None:
     """The refusal of more heads of v than of q and k, where fla does not have it, or None."""
     if call.value_heads == call.heads:
         return None
-    return Support(
-        False,
-        f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
-        "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)",
-    )
+    reason = f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}"
+    return Support(False, reason, "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)")
 
 
 def too_many_heads(call: LinearCall) -> Support | None:
-    """Why fla's grids do not hold the heads, or None."""
     count = call.batch * call.value_heads
     if count <= installation.GRID_LIMIT:
         return None
@@ -98,58 +92,43 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
     """The verdict on a call that fla's kernels take. gated: some versions of Triton miscompile its
     backward."""
     if call.requires_grad and gated and _guard_is_lifted():
-        return Support(
-            True,
-            "fla's guard is lifted: this Triton miscompiles its gated backward on Hopper",
-            "check the gradients, or use triton >= 3.7.1",
-            auto=False,
-        )
+        reason = "fla's guard is lifted: this Triton miscompiles its gated backward on Hopper"
+        return Support(True, reason, "check the gradients, or use triton >= 3.7.1", auto=False)
     if installation.is_interpreted(call.device):
-        return Support(
-            True,
-            "runs in Triton's interpreter, where fla's kernels fail as they are",
-            "make the substitutions that docs/triton-baselines.md tells",
-            auto=False,
-        )
+        reason = "runs in Triton's interpreter, where fla's kernels fail as they are"
+        return Support(True, reason, "make the substitutions that docs/triton-baselines.md tells", auto=False)
     return SUPPORTED
 
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether fla's chunk_gla serves the call correctly; ValueError for a variant but "fla"."""
     refusal = refusal_of_call("chunk_gla", call, variant) or too_many_heads(call)
     return refusal or verdict_on_gradients(call, gated=False)
 
 
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
-    """Whether fla's function serves the call correctly; ValueError for a variant but "fla"."""
-    gated = call.gate != "none"
+    """Of KDA, too: its backward is not one that some versions of Triton miscompile."""
     found = [refusal_of_call(_op_of(call), call, variant)]
-    if not gated:
+    if call.gate == "none":
         found.append(uneven_heads(call))
     found.append(_too_many_keys(call))
+    gated = call.gate != "none" and not isinstance(call, KDACall)
     return together(*found) or too_many_heads(call) or verdict_on_gradients(call, gated=gated)
 
 
-def supports_kda(call: KDACall, variant: str | None = None) -> Support:
-    """Whether fla's function serves the call correctly; ValueError for a variant but "fla"."""
-    refusal = together(refusal_of_call(_op_of(call), call, variant), _too_many_keys(call))
-    return refusal or too_many_heads(call) or verdict_on_gradients(call, gated=False)
+supports_kda = supports_delta_rule
 
 
 def _too_many_keys(call: LinearCall) -> Support | None:
-    """Why fla's kernels of the delta rule do not hold the keys, or None."""
     if call.dim_qk <= _MOST_KEYS:
         return None
     return Support(False, f"K = {call.dim_qk}, fla takes {_MOST_KEYS}", "use the reference")
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Import what serves a call that is supported."""
     return installation.load_module(FLA_OPS[_op_of(call)])
 
 
 def _op_of(call: LinearCall) -> str:
-    """The name of fla's function that serves a call."""
     way = "fused_recurrent" if call.goes_by_token() else "chunk"
     if isinstance(call, KDACall):
         return f"{way}_kda"
@@ -197,12 +176,9 @@ def kda(call: KDACall, variant: str | None, *tensors: Any) -> Any:
         operands = [x.contiguous() for x in operands]
         options = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in options.items()}
     else:
-        options |= {
-            "safe_gate": call.safe_gate,
-            "disable_recompute": call.disable_recompute,
-            "return_intermediate_states": call.intermediate_states,
-            "use_graph": call.use_graph,
-        }
+        flags = ("safe_gate", "disable_recompute", "use_graph")
+        options |= {name: getattr(call, name) for name in flags}
+        options["return_intermediate_states"] = call.intermediate_states
     return call_fla(_op_of(call), call.device, *operands, **options)
 
 

@@ -18,7 +18,6 @@ _own = threading.local()
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """fla's own function, where one is in its place."""
     return getattr(function, ORIGINAL, function)
 
 
@@ -40,5 +39,4 @@ def on_its_own() -> Iterator[None]:
 
 
 def is_on_its_own() -> bool:
-    """Whether this thread is within `on_its_own`."""
     return getattr(_own, "value", False)

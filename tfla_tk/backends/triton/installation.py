@@ -49,7 +49,6 @@ def missing(package: str, distribution: str) -> Support | None:
 
 
 def unusable(device: torch.device, missing: Support | None) -> Support | None:
-    """Device and installation."""
     elsewhere = None
     if device.type != "cuda" and not is_interpreted(device):
         reason = f"Triton kernels run on a GPU, the tensors are on {device}"
@@ -59,7 +58,6 @@ def unusable(device: torch.device, missing: Support | None) -> Support | None:
 
 @functools.cache
 def import_fault(module: str) -> str:
-    """Why a module cannot be imported; empty when it is."""
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a package of others does on import

@@ -7,21 +7,12 @@ it takes the call's chunk_size. Plain "triton" is `default_variant`.
 import importlib
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton.installation import (
-    GRID_LIMIT,
-    IN_THE_INTERPRETER,
-    is_interpreted,
-    load_module,
-    missing,
-    too_many,
-    unusable,
-)
+from tfla_tk.backends.triton import installation
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.support import SUPPORTED, Support, together
@@ -45,8 +36,7 @@ _CHUNK_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One mLSTM kernel family of mlstm_kernels and the chunk sizes worth timing."""
 
     module: str
@@ -64,7 +54,7 @@ FAMILIES = {
 _STEP_MODULE = "mlstm_kernels.torch.recurrent.triton_step"
 
 # looked up once at import, so that torch.compile sees a constant
-MLSTM_KERNELS_MISSING = missing("mlstm_kernels", "mlstm-kernels")
+MLSTM_KERNELS_MISSING = installation.missing("mlstm_kernels", "mlstm-kernels")
 
 
 def variants(op: str) -> list[str]:
@@ -106,35 +96,22 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     refusal = together(_TRANSFORMED if call.transformed else None, _refusal(call, name, chunk_size))
     if refusal is not None:
         return refusal
-    if is_interpreted(call.device):
-        return IN_THE_INTERPRETER
+    if installation.is_interpreted(call.device):
+        return installation.IN_THE_INTERPRETER
     inexact = ""
     if call.requires_grad and call.normalize:
         inexact = "its gradients leave out the normaliser: exact only where a scale-invariant norm follows h"
     elif call.requires_grad and call.return_last_states:
         inexact = "its forget gate gradient leaves out the last state"
-    return (
-        Support(True, inexact, "name the backend to use it nevertheless", auto=False)
-        if inexact
-        else SUPPORTED
-    )
+    remedy = "name the backend to use it nevertheless"
+    return Support(True, inexact, remedy, auto=False) if inexact else SUPPORTED
 
 
-def mlstm(
-    call: MLSTMCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None,
-    n_initial: Tensor | None,
-    m_initial: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
-    cu_seqlens is None: `supports_mlstm` refuses variable length."""
+    tensors: q, k, v, i, f, c_initial, n_initial, m_initial, and cu_seqlens, which is None: `supports_mlstm`
+    refuses variable length."""
+    *tokens, c_initial, n_initial, m_initial, _ = tensors
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
     function = getattr(importlib.import_module(_module_of(name)), family.function)
@@ -151,7 +128,7 @@ def mlstm(
     # its launches go to the current device
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device, torch.autocast(call.device.type, enabled=False):
-        out = function(q, k, v, i, f, **options)
+        out = function(*tokens, **options)
     if not call.return_last_states:
         return out, ()
     h, last = out
@@ -162,11 +139,10 @@ def mlstm(
 
 
 def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
-    """Import what serves a call that is supported."""
     if kernel != "mlstm":
-        return load_module(_STEP_MODULE)
+        return installation.load_module(_STEP_MODULE)
     name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
-    return load_module(_module_of(name))
+    return installation.load_module(_module_of(name))
 
 
 def _module_of(name: str) -> str:
@@ -177,7 +153,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether mlstm_kernels' Triton step serves one token; ValueError for a variant: it has one form."""
     if variant is not None:
         fail("backend", "'triton' for a step", repr(f"triton:{variant}"))
-    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
+    found = [installation.unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.sigmoid_gate:
         reason = "mlstm_kernels has no step with sigmoid input gate"
         found.append(Support(False, reason, "use backend='reference'"))
@@ -197,54 +173,38 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     if elements > INT32_LIMIT:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
     rows = call.batch * call.heads
-    if rows > GRID_LIMIT:
-        return too_many("batch x heads", rows, "split the batch or the heads")
-    if is_interpreted(call.device):
-        return IN_THE_INTERPRETER
+    if rows > installation.GRID_LIMIT:
+        return installation.too_many("batch x heads", rows, "split the batch or the heads")
+    if installation.is_interpreted(call.device):
+        return installation.IN_THE_INTERPRETER
     return SUPPORTED
 
 
-def mlstm_step(
-    call: MLSTMCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state (c, n, m) as the call wants it, by mlstm_kernels' Triton step."""
+def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, V] and the next state (c, n, m) as the call wants it, by mlstm_kernels' Triton step. tensors:
+    q, k, v, i, f, c, n, m."""
     module = importlib.import_module(_STEP_MODULE)
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device:
-        h, state = module.mlstm_recurrent_step__triton(
-            q, k, v, i, f, c, n, m, eps=call.eps, dtype_state=torch.float32
-        )
-    return h, mlstm_decode.stored(call, state, (c, n, m))
+        h, state = module.mlstm_recurrent_step__triton(*tensors, eps=call.eps, dtype_state=torch.float32)
+    return h, mlstm_decode.stored(call, state, tensors[5:])
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
     """Never; ValueError for a variant."""
     if variant is not None:
         fail("backend", "'triton' for a few tokens", repr(f"triton:{variant}"))
-    return Support(
-        False,
-        "mlstm_kernels has no Triton kernel for a few tokens",
-        "use mlstm_chunkwise, mlstm_step or backend='reference'",
-    )
+    reason = "mlstm_kernels has no Triton kernel for a few tokens"
+    return Support(False, reason, "use mlstm_chunkwise, mlstm_step or backend='reference'")
 
 
 def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
-    """Why this family at this chunk size cannot serve the call, or None."""
     family = FAMILIES[name]
     if family.sigmoid_gate != call.sigmoid_gate:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"
         known = [each for each, other in FAMILIES.items() if other.sigmoid_gate == call.sigmoid_gate]
         return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(known)}")
-    found = [unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
+    found = [installation.unusable(call.device, MLSTM_KERNELS_MISSING), _refusal_of_dtype(call)]
     if call.varlen:
         remedy = "call once per sequence, or use backend 'tk' or 'reference'"
         found.append(Support(False, "mlstm_kernels has no variable length", remedy))
@@ -280,8 +240,8 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
     if seq % chunk_size != 0:
         return Support(False, f"S = {seq} is no multiple of the chunk size {chunk_size}", "pad S")
     rows = call.batch * call.heads
-    if rows > GRID_LIMIT:
-        return too_many("batch x heads", rows, "split the batch or the heads")
+    if rows > installation.GRID_LIMIT:
+        return installation.too_many("batch x heads", rows, "split the batch or the heads")
     states = rows * (seq // chunk_size + 1) * call.dim_qk * call.dim_v
     # limit_chunk sums dv over slices of the query head dimension
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
@@ -299,12 +259,20 @@ def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support
     and chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64. rows: batch
     times heads. chunks: of one sequence."""
     if name == "limit_chunk":
-        return too_many("chunks", chunks, "use larger chunks") if chunks > GRID_LIMIT else None
-    if chunks * rows > GRID_LIMIT:
+        return (
+            installation.too_many("chunks", chunks, "use larger chunks")
+            if chunks > installation.GRID_LIMIT
+            else None
+        )
+    if chunks * rows > installation.GRID_LIMIT:
         remedy = "use larger chunks, or split the batch or the heads"
-        return too_many("chunks x batch x heads", chunks * rows, remedy)
+        return installation.too_many("chunks x batch x heads", chunks * rows, remedy)
     tiles = chunk_size // min(chunk_size, _MAX_TILE)
-    return too_many("tiles of a chunk", tiles, "use smaller chunks") if tiles > GRID_LIMIT else None
+    return (
+        installation.too_many("tiles of a chunk", tiles, "use smaller chunks")
+        if tiles > installation.GRID_LIMIT
+        else None
+    )
 
 
 def _next_power_of_2(n: int) -> int:

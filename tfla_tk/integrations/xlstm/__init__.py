@@ -26,7 +26,7 @@ from torch import nn
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
-from tfla_tk.integrations.xlstm.explain import which
+from tfla_tk.integrations.xlstm.modules import which
 
 __all__ = ["original", "register", "replace", "replaced", "restore", "restored", "unregister", "which"]
 
@@ -119,13 +119,7 @@ def restore(model: nn.Module | None = None) -> list[str]:
         model: as in `replace`. A model configured with "chunkwise--tfla_tk" has nothing to go back to.
 
     Returns:
-        What was switched: names of submodules, or of kernels.
-
-    Raises:
-        ImportError, TypeError, ValueError: as in `replace`.
-
-    Warns:
-        UserWarning: without a model, where models are alive that keep what they call.
+        What was switched: names of submodules, or of kernels. Errors and warnings as in `replace`.
     """
     with _lock:
         if model is not None:
@@ -169,7 +163,7 @@ def _kept(model: nn.Module | None) -> Iterator[None]:
     with _lock:
         if model is None:
             registry.add_names()
-            names = registry.snapshot()
+            names = [(kind.registry, dict(kind.registry)) for kind in registry.kinds()]
         else:
             called = [(module, modules.functions(module)) for module in modules.backends_of(model).values()]
     try:
@@ -177,7 +171,10 @@ def _kept(model: nn.Module | None) -> Iterator[None]:
     finally:
         with _lock:
             if model is None:
-                registry.put_back(names)
+                for present, before in names:
+                    present.update(before)
+                    for key in present.keys() - before.keys():
+                        del present[key]
             else:
                 for module, found in called:
                     modules.set_functions(module, found)

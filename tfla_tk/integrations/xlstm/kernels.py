@@ -150,10 +150,8 @@ def step(
     backend: str = "auto",
     **tuning: Any,
 ) -> tuple[Tensor, State]:
-    """`tfla_tk.mlstm_step` as mlstm_kernels' registry expects it.
-
-    A state that comes in 16 bits is taken to be stored in them, as in `chunkwise`.
-    """
+    """`tfla_tk.mlstm_step` as mlstm_kernels' registry expects it. A state that comes in 16 bits is taken to
+    be stored in them, as in `chunkwise`."""
     _check_tuning(tuning)
     given = c
     recorded = _records((q, k, v, i, f, c, n))
@@ -204,17 +202,10 @@ def inference(
     one_token: Callable[..., Any],
     dtype_state: torch.dtype,
 ) -> tuple[Tensor, State]:
-    """A backend module's pass in inference: `one_token` for S = 1, else `sequence`, unpadded.
-
-    Args:
-        q, k, v, i, f, c_initial, n_initial, m_initial: as in `chunkwise`.
-        sequence: chunkwise function without further arguments but return_last_states and dtype_state.
-        one_token: step function without further arguments but dtype_state.
-        dtype_state: of the state returned; fp64 for fp64 q.
-
-    Returns:
-        h [B, NH, S, DHHV] and the state after the last token.
-    """
+    """A backend module's pass in inference: `one_token` for S = 1, else `sequence`, unpadded; h [B, NH, S,
+    DHHV] and the state after the last token, of dtype_state, or fp64 for fp64 q. Tensors as in `chunkwise`.
+    sequence: chunkwise function without further arguments but return_last_states and dtype_state. one_token:
+    step function without further arguments but dtype_state."""
     if q.shape[2] != 1:
         state = (c_initial, n_initial, m_initial)
         return sequence(q, k, v, i, f, *state, return_last_states=True, dtype_state=dtype_state)

@@ -35,11 +35,9 @@ class Kind(NamedTuple):
 
     def ours(self, key: str, backend: str) -> Any:
         """This package's function for a name: the sigmoid gate where the name says so."""
-        make = modules.sequence_function if self.prefix else modules.step_function
-        return make("siging" in key, backend)
+        return modules.function_of(bool(self.prefix), "siging" in key, backend)
 
     def original(self, key: str) -> Callable[..., Any]:
-        """What a name resolved to before anything was replaced."""
         return self.registry[key + ORIGINAL]
 
 
@@ -89,19 +87,6 @@ def replaceable() -> dict[str, tuple[Kind, str]]:
         for key in kind.registry
         if key.endswith(ORIGINAL)
     }
-
-
-def snapshot() -> list[dict[str, Any]]:
-    """What every name resolves to."""
-    return [dict(kind.registry) for kind in kinds()]
-
-
-def put_back(found: list[dict[str, Any]]) -> None:
-    """Have every name resolve as in a `snapshot`."""
-    for kind, saved in zip(kinds(), found, strict=True):
-        kind.registry.update(saved)
-        for key in kind.registry.keys() - saved.keys():
-            del kind.registry[key]
 
 
 # Kernel names in types: dataclasses do not check them, Hugging Face's configuration does

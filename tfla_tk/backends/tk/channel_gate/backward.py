@@ -10,36 +10,20 @@ Where sequences are cut into segments (`segments`), a launch before the walks gi
 states at the borders. Where the forward has not kept the states there, another launch makes them again.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import prepared
-from tfla_tk.backends.tk.channel_gate.call import (
-    OPERANDS,
-    Shape,
-    Slice,
-    launch_segments,
-    slices_of_k,
-    slices_of_v,
-)
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    Operand,
-    as_operand,
-    as_state,
-    current_stream,
-    strides,
-)
+from tfla_tk.backends.tk.channel_gate import call
+from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, FLOAT, Gradients, Operand, current_stream, starts
 from tfla_tk.build import instances
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
-
-# dq, dk, dv, dg, dh0
-Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def backward(
@@ -53,12 +37,12 @@ def _run(
     needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
 ) -> Gradients:
     """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
-    likes = None if given is core else strides(*given[:4])
+    likes = None if given is core else prepared.strides(*given[:4])
     cut = None if kept is None else kept.layout
-    key = needs_dg, likes, strides(do, dht), cut, prepared.layout_of(core)
+    key = needs_dg, likes, prepared.strides(do, dht), cut, prepared.layout_of(core)
     run = _backwards.get(key)
     if run is None:
-        read, dout, last = prepared.readable(core, OPERANDS), as_operand(do), as_state(dht)
+        read, dout, last = prepared.readable(core, OPERANDS), prepared.as_operand(do), prepared.as_state(dht)
         if not prepared.are_same((*core, do, dht), (*read, dout, last)):
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return _run(needs_dg, given, read, kept, dout, last)
@@ -84,9 +68,9 @@ class Backward:
     ) -> None:
         shape = Shape.of(core)
         if kept_cut is not None:
-            shape = shape._replace(cut=kept_cut)
+            shape = shape._replace(walks_cut=kept_cut)
         self._device, self._needs_dg = shape.device, needs_dg
-        of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
+        of_k, of_v = call.slices_of_k(shape.dim_k), call.slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
         walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
         kernel = build.load(instances.GLA, *walks)
@@ -104,10 +88,10 @@ class Backward:
         inflow, flows_at, anchors_at, anchor_bytes = dg, 0, 0, 0
         if needs_dg:
             if core.g.dtype != torch.float32:  # else it is where dg is
-                inflow_at = scratch.take(core.g.numel() * _FLOAT)
+                inflow_at = scratch.take(core.g.numel() * FLOAT)
                 inflow = prepared.operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
-                flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
+                flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * FLOAT)
             anchor_bytes = kernel.anchor_bytes(of, shape.tile_v)  # of a slice of V
             anchors_at = scratch.take(anchor_bytes * len(of_v))
         # the mirror is done when the walks over the states begin
@@ -144,7 +128,7 @@ class Backward:
 
         def borders_of(x: Operand, y: Operand, entering_at: int, at: int, scale: float, back: bool) -> Any:
             operands = x, y, g, of_gates
-            return launch_segments(shape, offsets_at, operands, entering_at, at, scale, backward=back)
+            return call.launch_segments(shape, offsets_at, operands, entering_at, at, scale, backward=back)
 
         before = []
         if borders_at and kept_cut is None:
@@ -164,25 +148,28 @@ class Backward:
     def __call__(
         self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        """`backward` of these tensors."""
-        at = prepared.starts(*core[:6], do, dht)
+        at = starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
             return _run(
-                self._needs_dg, given, prepared.readable(core, OPERANDS), kept, as_operand(do), as_state(dht)
+                self._needs_dg,
+                given,
+                prepared.readable(core, OPERANDS),
+                kept,
+                prepared.as_operand(do),
+                prepared.as_state(dht),
             )
         results, written = self._results.allocate(given[: 4 if self._needs_dg else 3])
         *of_operands, dg = written if self._needs_dg else (*written, None)
         initial = given.initial_state
-        dh0 = None if initial is None else prepared.Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else torch.empty_like(initial)
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
-        dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
-        at += prepared.starts(*of_operands, dg, dh0_written, borders, scratch)
+        dh0_written, borders = prepared.writable_state(dh0), None if kept is None else kept.tensors[0]
+        at += starts(*of_operands, dg, dh0_written, borders, scratch)
         self._run(at, current_stream(self._device))
         prepared.Results.fill(results, written)
         dq, dk, dv, dg = results if self._needs_dg else (*results, None)
-        return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
+        return dq, dk, dv, dg, prepared.filled(dh0, dh0_written)
 
 
-_FLOAT = torch.float32.itemsize
 _backwards: Memo[Backward] = Memo()

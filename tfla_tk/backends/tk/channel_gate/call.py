@@ -1,28 +1,27 @@
-"""A call of gated linear attention as its kernels take it: sizes, readable tensors, slices of columns, and
-the launch that gives the states at the borders between segments.
+"""A call of gated linear attention as its kernels take it: sizes, slices of columns, the launch that
+gives the states at the borders between segments, and what they support.
 
 One allocation has, in fp32, the states at the borders [slots, heads, K, V], then the decays [slots, heads, K]
 by which they are carried from border to border. Slots are the segments less the sequences (segments.cuh).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tfla_tk import build
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import Operand, multiprocessors
-from tfla_tk.backends.tk.prepared import Launch, Sizes
+from tfla_tk.backends.tk import device, refusals, segments
+from tfla_tk.backends.tk.prepared import FLOAT, Launch, Operand, Sizes, multiprocessors
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import GLACore, LinearCall
 from tfla_tk.core.layout import Cut
+from tfla_tk.core.support import Support
 
 OPERANDS = ("q", "k", "v", "g")  # of a `GLACore`
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 _SLICE_V = 128  # of V, of a CTA of the forward, at most
-_FLOAT = torch.float32.itemsize
 # By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
 # are a little slower. Estimates (docs/log/gla.md, "Segments").
 _COSTS = {
@@ -31,25 +30,13 @@ _COSTS = {
 }
 
 
-class Shape(NamedTuple):
+class Shape(Sizes):
     """Sizes of a call, as the kernels take them with its cut."""
 
-    sequences: int
-    batch: int
-    heads: int
-    seq: int
-    dim_k: int
-    dim_v: int
-    half: bool
-    device: int
-    packed_64bit: bool
-    cut: Cut
-    batch_invariant: bool
-
-    @staticmethod
-    def of(core: GLACore) -> "Shape":
-        """Of a call."""
-        sizes = Sizes.of(core)
+    @classmethod
+    def of(cls, core: GLACore, *, trains: bool = False) -> "Shape":
+        """With the cut of its walks."""
+        sizes = super().of(core)
         cut = segments.find(
             sizes.sequences,
             sizes.seq,
@@ -59,12 +46,18 @@ class Shape(NamedTuple):
             packed=sizes.packed,
             batch_invariant=sizes.batch_invariant,
         )
-        own = {name: getattr(sizes, name) for name in Shape._fields if name != "cut"}
-        return Shape(**own, cut=cut)
+        return sizes._replace(walks_cut=cut)
 
-    def with_offsets(self, address: int) -> tuple[int, ...]:
-        """With the address of the offsets, 0 for none."""
-        return (address, self.packed_64bit, self.sequences, *self.cut, *self[1:8])
+    @property
+    def of_tensors(self) -> tuple[int, ...]:
+        """Without the group: q and k have a head for each of v."""
+        *sizes, _, half, device = super().of_tensors
+        return *sizes, half, device
+
+    @property
+    def cut(self) -> Cut:
+        assert self.walks_cut is not None
+        return self.walks_cut
 
     @property
     def borders(self) -> int:
@@ -74,7 +67,7 @@ class Shape(NamedTuple):
     @property
     def borders_bytes(self) -> int:
         """Of the allocation of the states at the borders; 0 where there are none."""
-        return self.borders * self.heads * self.dim_k * (self.dim_v + 1) * _FLOAT
+        return self.borders * self.heads * self.dim_k * (self.dim_v + 1) * FLOAT
 
     @property
     def walkers(self) -> int:
@@ -111,8 +104,8 @@ class Shape(NamedTuple):
         return instances.gla_walk(direction, self.tile_k, self.half, self.walkers, makers)
 
     def states_walk(self, walk: str) -> Instance:
-        """The kernel of a walk over the states."""
-        return instances.gla_states(walk, self.tile_v, self.half, self.walkers_of_states)
+        walkers = 2 if self.tile_v == 256 else self.walkers_of_states
+        return instances.kernel_of(f"gla_{walk}", self.half, tile=self.tile_v, walkers=walkers)
 
 
 class Slice(NamedTuple):
@@ -124,12 +117,11 @@ class Slice(NamedTuple):
     others: int
 
     def of(self, x: Operand, dtype: torch.dtype) -> Operand:
-        """These columns of an operand."""
         return x[0] + self.first * dtype.itemsize, *x[1:]
 
     def of_states(self, address: int, row: int = 1) -> int:
         """Where they begin in states [N, H, K, V] in fp32, whose rows have `row` numbers; 0 for none."""
-        return address and address + self.first * row * _FLOAT
+        return address and address + self.first * row * FLOAT
 
     def with_part(self, part_at: int) -> tuple[int, int, bool, bool]:
         """As a launch takes it, with the address of what it leaves of its sums over K for the next one."""
@@ -165,9 +157,37 @@ def launch_segments(
     """The launch that gives the states at the borders, from k and v, or backward in time their gradients,
     from q and do; then g and the code of its dtype. entering_at: the first states, or the last ones'
     gradients; 0 for none."""
-    kernel = build.load(instances.GLA, instances.gla_segments(shape.dim_v, shape.half, backward))
+    tile = 64 if shape.dim_v <= 64 else 128
+    of_segments = instances.kernel_of("gla_segments", shape.half, tile=tile, backward=backward)
+    kernel = build.load(instances.GLA, of_segments)
     states = shape.borders * shape.heads * shape.dim_k * shape.dim_v
-    decays_at = borders_at + states * _FLOAT
+    decays_at = borders_at + states * FLOAT
     return kernel.segments(
         shape.with_offsets(offsets_at), *operands, entering_at, borders_at, decays_at, scale, backward
     )
+
+
+def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
+    of_heads = None
+    if call.value_heads != call.heads:
+        reason = f"v has {call.value_heads} heads, q and k {call.heads}"
+        of_heads = Support(False, reason, "repeat q, k and g")
+    most = instances.MAX_DIM_QK, instances.MAX_DIM_V
+    return refusals.of_call(call, variant, most, of_heads) or device.supports(call.device, *kernels_for(call))
+
+
+def kernels_for(call: LinearCall) -> tuple[Any, ...]:
+    """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
+    sizes as symbols."""
+    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    return _kernels_of, *dims, call.dtype == torch.float16, call.requires_grad
+
+
+def _kernels_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> device.Kernels:
+    """The kernels that most such calls take; what others take is loaded when they are launched."""
+    sizes = 8, 128, 8, 16, 8192, dim_k, dim_v, 1
+    shape = Shape(*sizes, half, 0, False, batch_invariant=True, walks_cut=Cut(8, 8192))
+    found = [shape.walk("forward")]
+    if gradients:
+        found += [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
+    return instances.GLA, tuple(found)

@@ -10,62 +10,39 @@ between segments, with which all walks begin at once. A training call keeps them
 nothing is kept but the inputs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import OPERANDS, Shape, Slice, launch_segments, slices_of_k
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, layout_of, operand_at, readable, starts
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, operand_at, starts
 from tfla_tk.build import instances
-from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, dense_like
-from tfla_tk.core.memo import Memo
 
 __all__ = ["backward", "forward", "prepare"]
 
 
-def forward(
-    core: GLACore, *, output_final_state: bool, keep: bool
-) -> tuple[Tensor, MaybeTensor, Kept | None]:
-    """o [B, T, H, V], the final state [N, H, K, V] or None, and with `keep` the states at the borders and the
-    cut, None where there are none."""
-    core = readable(core, OPERANDS)
-    options = {"output_final_state": output_final_state, "keep": keep}
-    key = output_final_state, keep, layout_of(core)
-    return _forwards.of(key, lambda: Forward(core, **options))(*core[:6])
-
-
-def prepare(
-    core: GLACore, *, output_final_state: bool, keep: bool
-) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
-    """`forward` of the tensors of all calls whose tensors lie like these."""
-    if readable(core, OPERANDS) is core:
-        return Forward(core, output_final_state=output_final_state, keep=keep)
-    options = core[6:]
-    return lambda *tensors: forward(
-        GLACore._make((*tensors, *options)), output_final_state=output_final_state, keep=keep
-    )
-
-
 class Forward:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd addresses."""
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd addresses: o [B, T,
+    H, V], the final state [N, H, K, V] or None, and with `keep` the states at the borders and the cut, None
+    where there are none."""
 
     def __init__(self, core: GLACore, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core)
         self._options = core[6:]
         self._device, self._cut = shape.device, shape.cut
-        self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        self._last_shape = shape.state_shape
         # of v's dtype because that need not be said to torch, which is half of the time
         self._borders_size = shape.borders_bytes // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.GLA, shape.walk("forward"))
-        addresses = Addresses()
+        addresses = prepared.Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
@@ -96,7 +73,6 @@ class Forward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
     ) -> tuple[Tensor, MaybeTensor, Kept | None]:
-        """`forward` of these tensors."""
         at = starts(q, k, v, g, initial_state, cu_seqlens)
         if (at[0] | at[1] | at[2] | at[3] | at[4]) % ADDRESS_ALIGNMENT:
             core = GLACore(q, k, v, g, initial_state, cu_seqlens, *self._options)
@@ -111,4 +87,5 @@ class Forward:
         return o, last, kept
 
 
-_forwards: Memo[Forward] = Memo()
+_forwards = prepared.Forwards(Forward, OPERANDS)
+forward, prepare = _forwards.run, _forwards.prepare

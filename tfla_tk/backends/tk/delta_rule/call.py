@@ -5,18 +5,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk import prepared, segments
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
-from tfla_tk.backends.tk.operands import Gate, Operand, memory_rate, multiprocessors, strides
-from tfla_tk.backends.tk.prepared import Launch, Scratch, Sizes, layout_of
+from tfla_tk.backends.tk.prepared import Scratch, Sizes, memory_rate, multiprocessors
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DELTA_SLICE_COLUMNS, SEGMENT_CHUNKS, Cut
 
 # parts of dq and dk, of heads of v and slices of V, that are added up in turns where K > 128: parts of heads
 # are rounded in each where V is one slice, so more turns would round too often. Slices take turns in any case
 MOST_TURNS = 4
-_WARP_COLUMNS = 16  # of V or K that a warp's sums are over
+WARP_COLUMNS = 16  # of V or K that a warp's sums are over
 # cycles of a chunk of the forward's walk with one walker on a multiprocessor and with two, set on 2026-11-26.
 # Times that were measured since then: docs/log/delta-rule.md, "Costs in the host's estimates"
 _CYCLES = {1: 1830, 2: 2770}
@@ -46,7 +45,6 @@ class Shape(Sizes):
         return None if length is None else self.cut_into(length)
 
     def cut_into(self, chunks: int) -> Cut:
-        """The cut into segments of so many chunks."""
         return segments.cut_into(self.sequences, self.seq, chunks, packed=self.packed)
 
     @property
@@ -66,11 +64,6 @@ class Shape(Sizes):
         return self.cut_into(SEGMENT_CHUNKS)
 
     @property
-    def bounds_bytes(self) -> int:
-        """Of what a split is told of every chunk, eight numbers."""
-        return 8 * torch.float32.itemsize * self.batch * self.heads * self.slots if self.split else 0
-
-    @property
     def leads_bytes(self) -> int:
         """Of the leads before the segments of a split, and of those behind them."""
         return self.split.segments * self.heads * torch.int32.itemsize if self.split else 0
@@ -82,29 +75,17 @@ class Shape(Sizes):
         return costs.longest_lead(self.split.chunks, self.decays)
 
     def states_bytes(self, slots: int, dim: int) -> int:
-        """Of so many states."""
         return slots * self.heads * self.dim_k * dim * torch.float32.itemsize
 
     @property
     def sum_parts(self) -> int:
         """Of the sums over K that a walk over the states leaves for dg, and of an anchor."""
-        return self.value_slices * -(-self.dim_k // _WARP_COLUMNS)
-
-    @property
-    def strength_parts(self) -> int:
-        """Of the sums over V that are left for dbeta."""
-        return -(-self.dim_v // _WARP_COLUMNS)
+        return self.value_slices * -(-self.dim_k // WARP_COLUMNS)
 
     @property
     def value_slices(self) -> int:
         """Of V, of which a CTA of the walk for dq and dk has one."""
         return -(-self.dim_v // DELTA_SLICE_COLUMNS)
-
-    @property
-    def kept_states_bytes(self) -> int:
-        """Of the states that enter chunks, rounded; 0 with a wide K."""
-        slots = 0 if self.is_wide else self.slots
-        return _HALF * self.batch * self.heads * slots * self.dim_k * self.dim_v
 
     @cached_property
     def shared(self) -> int:
@@ -219,7 +200,6 @@ class Shape(Sizes):
 
     @property
     def forward_walkers(self) -> int:
-        """Of a CTA of the forward's walk."""
         found = self._forward
         return found.walkers if found and self.makers else self.walkers
 
@@ -234,73 +214,53 @@ class Shape(Sizes):
 
     @property
     def mirror_walkers(self) -> int:
-        """Of a CTA of the mirror's walk."""
         return self.walkers if self.is_wide else 2
 
 
 class Places(NamedTuple):
-    """What the backward reads and leaves, at prepared addresses.
+    """What the backward reads and leaves, at prepared addresses."""
 
-    Attributes:
-        q, k, gates: of the call; gates: the log decay and beta.
-        writes: those that the forward has kept.
-        do, dht: the gradients of the output, and of the final state, 0 for none.
-        dq, dk: the results, or what `combining` makes them of.
-        combining: the launch behind the walks that does so, if there is one.
-        dv, dg: the results; dg is None where it is not wanted.
-        dh0: that of the initial state, 0 for none.
-        strengths: sums for dbeta.
-    """
-
-    q: Operand
-    k: Operand
-    gates: tuple[Gate, Gate]
-    writes: Operand
-    do: Operand
-    dht: int
-    dq: Operand
-    dk: Operand
-    combining: list[Launch]
-    dv: Operand
-    dg: Gate | None
-    dh0: int
-    strengths: int
+    q: prepared.Operand
+    k: prepared.Operand
+    gates: tuple[prepared.Gate, prepared.Gate]  # the log decay and beta
+    writes: prepared.Operand  # those that the forward has kept
+    do: prepared.Operand
+    dht: int  # 0 for none
+    dq: prepared.Operand  # this and dk: the results, or what `combining` makes them of
+    dk: prepared.Operand
+    combining: list[prepared.Launch]  # behind the walks, if there is one
+    dv: prepared.Operand
+    dg: prepared.Gate | None  # None where it is not wanted
+    dh0: int  # 0 for none
+    strengths: int  # sums for dbeta
 
 
 class Left(NamedTuple):
-    """Where the forward leaves what its backward reads, prepared addresses in one allocation.
+    """Where the forward leaves what its backward reads, prepared addresses in one allocation."""
 
-    Attributes:
-        matrices: A of every chunk; with a wide K P behind it.
-        writes: the walk's writes, like a dense v.
-        borders: the states at the borders between segments of the walks over the states; 0 but for a wide K.
-        maps: M of the segments of a split; 0 without one.
-        leads: before the segments of a split, and right behind these the ones behind them; 0 without one.
-        states: that enter chunks; 0 with a wide K.
-    """
-
-    matrices: int
-    writes: int = 0
-    borders: int = 0
-    maps: int = 0
-    leads: int = 0
-    states: int = 0
+    matrices: int  # A of every chunk; with a wide K P behind it
+    writes: int = 0  # of the walk, like a dense v
+    borders: int = 0  # the states between segments of the walks over the states; 0 but for a wide K
+    maps: int = 0  # M of the segments of a split; 0 without one
+    leads: int = 0  # before the segments of a split, and right behind these the ones behind them; 0 without
+    states: int = 0  # that enter chunks; 0 with a wide K
 
     @staticmethod
     def of(shape: Shape, scratch: Scratch) -> "Left":
-        """Takes the places."""
+        of_slots = shape.batch * shape.heads * shape.slots
         return Left(
             scratch.take(shape.kept_matrices * shape.matrix_bytes),
             scratch.take(_HALF * shape.batch * shape.seq * shape.heads * shape.dim_v),
             scratch.take(shape.states_bytes(shape.borders, shape.dim_v)),
             scratch.take(shape.states_bytes(shape.carried, shape.dim_k)),
             scratch.take(2 * shape.leads_bytes),
-            scratch.take(shape.kept_states_bytes),
+            # rounded
+            scratch.take(0 if shape.is_wide else _HALF * of_slots * shape.dim_k * shape.dim_v),
         )
 
 
 def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
     """All that the launches of a call, read as `readable` leaves it, depend on but for addresses and
     gradients."""
-    likes = None if read is core else strides(*core[:8])
-    return likes, layout_of(read)
+    likes = None if read is core else prepared.strides(*core[:8])
+    return likes, prepared.layout_of(read)

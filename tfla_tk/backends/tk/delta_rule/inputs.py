@@ -13,19 +13,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule import kernels
+from tfla_tk.backends.tk import prepared
+from tfla_tk.backends.tk.delta_rule import support as kernels
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
-from tfla_tk.backends.tk.prepared import (
-    NO_GATE,
-    NO_OPERAND,
-    Result,
-    gate_at,
-    number,
-    operand_at,
-    per_head_at,
-    starts,
-)
+from tfla_tk.backends.tk.prepared import NO_GATE, NO_OPERAND, current_stream, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import MaybeTensor, as_dtype
@@ -40,7 +31,6 @@ class Wanted(NamedTuple):
 
     @staticmethod
     def of(core: DeltaRuleCore) -> "Wanted":
-        """By the flags."""
         return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
 
 
@@ -54,10 +44,12 @@ class Inputs:
         # nothing is left to be made
         self._options = core.scale, False, False, False, core.batch_invariant
         kernel = build.load(instances.DELTA_RULE, kernels.of_inputs(shape, backward=False))
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
         unit_q, unit_k = (
-            operand_at(address, Result.like(x, "meta").written) if address else NO_OPERAND
+            operand_at(address, prepared.writable(torch.empty_like(x, device="meta")))
+            if address
+            else NO_OPERAND
             for address, x in of_units
         )
         strength, log_decay = addresses.next(given=wanted.strength), addresses.next(given=wanted.decay)
@@ -75,8 +67,8 @@ class Inputs:
         q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = tensors = core[:9]
         unit_q = unit_k = strength = log_decay = None
         if self._wanted.norm:
-            q = unit_q = Result.like(given.q).written
-            k = unit_k = Result.like(given.k).written
+            q = unit_q = prepared.writable(torch.empty_like(given.q))
+            k = unit_k = prepared.writable(torch.empty_like(given.k))
         if self._wanted.strength:
             beta = strength = _floats_like(beta)
         if self._wanted.decay:
@@ -113,7 +105,7 @@ class Gradients:
         kernel = build.load(instances.DELTA_RULE, kernels.of_inputs(shape, backward=True))
         parts = -(-shape.batch * shape.seq // kernel.INPUT_TOKENS)
         self._sums_shape = (2, parts, shape.heads)
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         of_q, of_k = (addresses.next(given=wanted.norm) for _ in range(2))
         d_strength, d_beta = (addresses.next(given=wanted.strength) for _ in range(2))
         d_log_decay, d_g, sums = (addresses.next(given=wanted.decay) for _ in range(3))
@@ -123,8 +115,10 @@ class Gradients:
         )
         q, k, gates = _raw(at, core, wanted)
         written = (
-            gate_at(d_beta, torch.empty_like(given.beta, device="meta")) if wanted.strength else NO_GATE,
-            gate_at(d_g, torch.empty_like(given.g, device="meta"))
+            prepared.gate_at(d_beta, torch.empty_like(given.beta, device="meta"))
+            if wanted.strength
+            else NO_GATE,
+            prepared.gate_at(d_g, torch.empty_like(given.g, device="meta"))
             if wanted.decay and given.g is not None
             else NO_GATE,
         )
@@ -140,7 +134,6 @@ class Gradients:
     def __call__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...]
     ) -> tuple[MaybeTensor, ...]:
-        """All gradients of the call."""
         dq, dk, dv, d_log_decay, d_strength, *_, dh0 = found
         dg, dbeta, sums = d_log_decay, d_strength, None
         if self._wanted.strength:
@@ -163,16 +156,18 @@ class Gradients:
 
 def _raw(
     at: Any, core: DeltaRuleCore, wanted: Wanted
-) -> tuple[Operand, Operand, tuple[Gate, Gate, Gate, Gate]]:
+) -> tuple[
+    prepared.Operand, prepared.Operand, tuple[prepared.Gate, prepared.Gate, prepared.Gate, prepared.Gate]
+]:
     """q and k, and beta, g, A_log and dt_bias, at prepared addresses; none where nothing is made of them."""
     q, k = (
         operand_at(*x) if wanted.norm else NO_OPERAND for x in ((at.q, core.q), (at.k, core.k))
     )  # fmt: skip
-    beta = gate_at(at.beta, core.beta) if wanted.strength else NO_GATE
+    beta = prepared.gate_at(at.beta, core.beta) if wanted.strength else NO_GATE
     if not wanted.decay:
         return q, k, (beta, NO_GATE, NO_GATE, NO_GATE)
-    of_heads = per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias)
-    return q, k, (beta, gate_at(at.g, core.g), *of_heads)
+    of_heads = prepared.per_head_at(at.A_log, core.A_log), prepared.per_head_at(at.dt_bias, core.dt_bias)
+    return q, k, (beta, prepared.gate_at(at.g, core.g), *of_heads)
 
 
 def _floats_like(x: Tensor) -> Tensor:
@@ -183,5 +178,5 @@ def _floats_like(x: Tensor) -> Tensor:
 def _like(given: Tensor, gradient: MaybeTensor) -> MaybeTensor:
     """The gradient as it is, where it lies like what was given, else a copy that does."""
     assert gradient is not None
-    result = Result.like(given, "meta")
-    return gradient if result.is_direct else torch.empty_like(given).copy_(gradient)
+    like = torch.empty_like(given, device="meta")
+    return gradient if prepared.writable(like) is like else torch.empty_like(given).copy_(gradient)

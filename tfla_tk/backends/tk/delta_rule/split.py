@@ -107,7 +107,6 @@ class _Chunks(NamedTuple):
         return max(of_bytes, _MADE_BEFORE[matrices] * self.pairs / self.machine.multiprocessors)
 
     def ctas(self, walkers: int) -> int:
-        """Of a walk."""
         return self.pairs * -(-self.dims[1] // (walkers * WALKER_COLUMNS))
 
     def waves(self, walkers: int, segments: int = 1) -> int:

@@ -1,14 +1,18 @@
-"""A call of KDA as its kernels take it: sizes, readable tensors, prepared addresses."""
+"""A call of KDA as its kernels take it: sizes, prepared addresses; and what they support."""
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from tfla_tk.backends.tk.operands import log_decay, multiprocessors
-from tfla_tk.backends.tk.prepared import Scratch, Sizes, gate_at, operand_at, per_head_at
+import torch
+
+from tfla_tk.backends.tk import device, prepared, refusals
+from tfla_tk.backends.tk.prepared import Scratch, Sizes, multiprocessors, operand_at
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
-from tfla_tk.calls.kda import KDACore
+from tfla_tk.calls.delta_rule import KDACall, KDACore
 from tfla_tk.core.layout import DTYPES
+from tfla_tk.core.support import Support
 
 WALKER_COLUMNS = 64  # of V that a walker owns
 MOST_TRAINED_V = 128  # of the backward, where a CTA has the whole of V
@@ -31,20 +35,19 @@ class Shape(Sizes):
 
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
 
+    def kernels_of(self, plain: str, walk: str) -> tuple[Instance, Instance]:
+        """One without walkers and a walk."""
+        of: dict[str, Any] = {"half": self.half, "tile": instances.tile_of(self.dim_k, instances.KDA_TILES)}
+        return instances.kernel_of(plain, **of), instances.kernel_of(walk, **of, walkers=self.walkers)
+
     @property
     def kernels(self) -> tuple[Instance, Instance]:
-        """Those of the forward."""
-        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
-        return instances.kda("matrices", tile, self.half), instances.kda(
-            "forward", tile, self.half, self.walkers
-        )
+        return self.kernels_of("kda_matrices", "kda_forward")
 
     @property
     def backward_kernels(self) -> tuple[Instance, Instance]:
-        """Those of the backward, but for what adds up dq and dk of heads."""
-        tile = instances.tile_of(self.dim_k, instances.KDA_TILES)
-        mirror = instances.kda("mirror", tile, self.half, self.walkers)
-        return mirror, instances.kda("gradients", tile, self.half)
+        """But for what adds up dq and dk of heads."""
+        return self.kernels_of("kda_gradients", "kda_mirror")
 
 
 class Left(NamedTuple):
@@ -67,8 +70,57 @@ def inputs_at(at: Any, core: KDACore, dim_k: int) -> tuple[Any, ...]:
     """What the kernels that read q, k, g and beta take of them, at prepared addresses, and of the options."""
     q, k, g = (operand_at(address, x) for address, x in ((at.q, core.q), (at.k, core.k), (at.g, core.g)))
     return (
-        *(q, k, g, DTYPES[core.g.dtype], gate_at(at.beta, core.beta)),
-        *(per_head_at(at.A_log, core.A_log), per_head_at(at.dt_bias, core.dt_bias, dim_k)),
-        *(*log_decay(core), core.scale),
+        *(q, k, g, DTYPES[core.g.dtype], prepared.gate_at(at.beta, core.beta)),
+        *(prepared.per_head_at(at.A_log, core.A_log), prepared.per_head_at(at.dt_bias, core.dt_bias, dim_k)),
+        *(*prepared.log_decay(core), core.scale),
         *(core.qk_l2norm, core.beta_sigmoid, core.neg_eigval),
     )
+
+
+def supports_kda(call: KDACall, variant: str | None = None) -> Support:
+    of_gradients = of_states = None
+    if call.requires_grad and call.dim_v > MOST_TRAINED_V:
+        reason = f"V = {call.dim_v}, of a call with gradients the kernels take {MOST_TRAINED_V}"
+        of_gradients = Support(False, reason, "use backend 'triton', or torch.no_grad()")
+    if call.intermediate_states:
+        reason = "return_intermediate_states: the kernels keep no states between chunks for the caller"
+        of_states = Support(False, reason, "use backend 'triton'")
+    most = max(instances.KDA_TILES), instances.MAX_DIM_V
+    refusal = refusals.of_call(call, variant, most, of_gradients, of_states)
+    return refusal or _of_kernels(call, partial(device.supports, call.device))
+
+
+def load(call: KDACall) -> Support:
+    return _of_kernels(call, device.load)
+
+
+def _of_kernels(call: KDACall, judge: Callable[..., Support]) -> Support:
+    """What `judge` says of the kernels of a call, and of the one of another launcher that it may take."""
+    found = judge(_kernels_of, *_key(call))
+    if found.ok and call.requires_grad and call.value_heads > call.heads:
+        return judge(_combine_of, call.dtype == torch.float16)
+    return found
+
+
+def _key(call: KDACall) -> tuple[Any, ...]:
+    """The arguments of `_kernels_of`: plain numbers, the head dims alone where torch.compile has sizes as
+    symbols."""
+    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    known = device.known_sizes(call.device, call.sequences, call.value_heads, call.seq)
+    return dims, (call.dtype == torch.float16, call.requires_grad), known
+
+
+def _kernels_of(
+    dims: tuple[int, int], options: tuple[bool, bool], sizes: tuple[int, ...] | None
+) -> device.Kernels:
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when
+    they are launched."""
+    half, trains = options
+    sequences, heads, seq, where = sizes or (8, 16, 8192, 0)
+    shape = Shape(sequences, 0, sequences, heads, seq, *dims, 1, half, where, False)
+    return instances.KDA, (*shape.kernels, *(shape.backward_kernels if trains else ()))
+
+
+def _combine_of(half: bool) -> device.Kernels:
+    """What adds up dq and dk of heads that share one."""
+    return instances.DELTA_RULE, (instances.kernel_of("delta_combine", half),)

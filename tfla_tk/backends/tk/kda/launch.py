@@ -10,71 +10,22 @@ makes those of every chunk in parallel. Heads of v that share a head of q and k 
 the delta rule's kernel adds up. Gradients of A_log and dt_bias are sums over what every chunk leaves of them.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk import prepared
 from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Left, Shape, inputs_at
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import (
-    Launch,
-    Result,
-    Results,
-    Scratch,
-    layout_of,
-    left_for,
-    number,
-    operand_at,
-    readable,
-    starts,
-)
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, Scratch, current_stream, operand_at, starts
 from tfla_tk.build import instances
-from tfla_tk.calls.kda import KDACore
+from tfla_tk.calls.delta_rule import KDACore
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.layout import Kept, MaybeTensor, dense_like
 from tfla_tk.core.memo import Memo
 
-Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
-Gradients: TypeAlias = tuple[MaybeTensor, ...]
-
 _OPERANDS = ("q", "k", "v", "g")
-
-
-def forward(core: KDACore, *, output_final_state: bool, keep: bool) -> Outputs:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
-    backward reads (`Left`). K up to 128, both head dims multiples of 16."""
-    if keep:
-        _check_trainable(core)
-    read = readable(core, _OPERANDS)
-    options = {"output_final_state": output_final_state, "keep": keep}
-    key = output_final_state, keep, layout_of(read)
-    return _forwards.of(key, lambda: Forward(read, **options))(*read[:9])
-
-
-def prepare(core: KDACore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
-    """`forward` of the tensors of all calls whose tensors lie like these."""
-    options = core[9:]
-
-    def run_any(*tensors: Any) -> Outputs:
-        given = KDACore._make((*tensors, *options))
-        return forward(given, output_final_state=output_final_state, keep=keep)
-
-    if readable(core, _OPERANDS) is not core:
-        return run_any
-    if keep:
-        _check_trainable(core)
-    prepared = Forward(core, output_final_state=output_final_state, keep=keep)
-
-    def run(*tensors: Any) -> Outputs:
-        at = starts(*tensors)
-        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
-            return run_any(*tensors)
-        return prepared(*tensors)
-
-    return run
 
 
 def kept_layout(core: KDACore) -> tuple[int, ...]:
@@ -88,15 +39,15 @@ def kept_layout(core: KDACore) -> tuple[int, ...]:
 
 def backward(
     core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor, *, needs_gates: bool
-) -> Gradients:
+) -> prepared.Gradients:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0. What was kept with another layout than `kept_layout`
     is made again."""
     _check_trainable(core)
-    read, dout, last = readable(core, _OPERANDS), as_operand(do), as_state(dht)
+    read, dout, last = prepared.readable(core, _OPERANDS), prepared.as_operand(do), prepared.as_state(dht)
     likes = None if read is core else tuple(x.stride() for x in core[:4])
-    key = needs_gates, likes, dout.stride(), last is None, layout_of(read)
-    prepared = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
-    return prepared(core, read, kept, dout, last)
+    key = needs_gates, likes, dout.stride(), last is None, prepared.layout_of(read)
+    found = _backwards.of(key, lambda: Backward(core, read, dout, last, needs_gates=needs_gates))
+    return found(core, read, kept, dout, last)
 
 
 def _check_trainable(core: KDACore) -> None:
@@ -107,14 +58,19 @@ def _check_trainable(core: KDACore) -> None:
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them."""
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd addresses: o [B, T,
+    HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the backward reads
+    (`Left`). K up to 128, both head dims multiples of 16."""
 
     def __init__(self, core: KDACore, *, output_final_state: bool, keep: bool) -> None:
+        if keep:
+            _check_trainable(core)
         shape = Shape.of(core)
-        self._device = shape.device
+        self._device, self._others = shape.device, core[9:]
+        self._options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
         self._last_shape = shape.state_shape if output_final_state else None
         kernel = build.load(instances.KDA, *shape.kernels)
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch = Scratch(addresses.next())
         sizes = shape.with_offsets(at.cu_seqlens)
@@ -132,16 +88,16 @@ class Forward:
             ]
         )  # fmt: skip
 
-    def __call__(self, *tensors: MaybeTensor) -> Outputs:
-        """`forward` of these tensors, the first ones of a `KDACore`."""
+    def __call__(self, *tensors: Any) -> prepared.Outputs:
+        at = starts(*tensors)
+        if (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT:
+            return forward(KDACore._make((*tensors, *self._others)), **self._options)
         v = tensors[2]
-        assert v is not None
         o = dense_like(v)
         last = None if self._last_shape is None else v.new_empty(self._last_shape, dtype=torch.float32)
         # of v's dtype because that need not be said to torch, which is half of the time
         left = v.new_empty(self._left_size)
-        at = starts(*tensors, o, last, left)
-        assert not (at[0] | at[1] | at[2] | at[3] | at[7]) % ADDRESS_ALIGNMENT
+        at += starts(o, last, left)
         self._run(at, current_stream(self._device))
         return o, last, Kept((left,), self._kept_layout) if self._kept_layout else None
 
@@ -156,12 +112,12 @@ class Backward:
         shape = Shape.of(core)
         self._device, self._needs_gates = shape.device, needs_gates
         kernel = build.load(instances.KDA, *shape.backward_kernels)
-        at, addresses = number(core)
+        at, addresses = prepared.number(core)
         dout, dht_at = operand_at(addresses.next(), do), addresses.next(given=dht is not None)
         sizes, kept = shape.with_offsets(at.cu_seqlens), Scratch(addresses.next())
         left = Left.of(kernel, sizes, kept, keep=True)
         self._kept_layout = (kept.bytes // core.v.itemsize,)
-        self._results = Results(given[:4], addresses)
+        self._results = prepared.Results(given[:4], addresses)
         dq, dk, dv, dg = self._results.operands
         dbeta_at, dh0_at = addresses.next(), addresses.next(given=core.initial_state is not None)
         # parts of what chunks leave for dA_log and ddt_bias. Packed sequences leave some slots empty
@@ -173,11 +129,11 @@ class Backward:
         of_rate_at, of_bias_at = (addresses.next(given=x is not None) for x in self._parts)
         scratch = Scratch(addresses.next())
         state_gradients = scratch.take(kernel.states_bytes(sizes))
-        of_heads, combining = [dq, dk], list[Launch]()
+        of_heads, combining = [dq, dk], list[prepared.Launch]()
         if shape.group > 1:
             size = (shape.batch, shape.seq, shape.heads, shape.dim_k)
             of_heads = [scratch.take_dense(size, core.q.itemsize) for _ in range(2)]
-            delta_rule = build.load(instances.DELTA_RULE, instances.delta_combine(shape.half))
+            delta_rule = build.load(instances.DELTA_RULE, instances.kernel_of("delta_combine", shape.half))
             combining = [delta_rule.combine(shape.with_offsets(0), *of_heads, dq, dk, False)]
         # of q's dtype because that need not be said to torch, which is half of the time
         self._scratch_size = scratch.bytes // core.q.itemsize
@@ -196,32 +152,32 @@ class Backward:
 
     def __call__(
         self, given: KDACore, core: KDACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
-    ) -> Gradients:
-        """`backward` of these tensors."""
-        left = left_for(
+    ) -> prepared.Gradients:
+        left = prepared.left_for(
             kept, self._kept_layout, lambda: forward(core, output_final_state=False, keep=True)[2]
         )
         results, written = self._results.allocate(given[:4])
         dbeta = core.beta.new_empty(core.beta.shape, dtype=torch.float32)
         initial = given.initial_state
-        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
+        dh0 = None if initial is None else torch.empty_like(initial)
+        dh0_written = prepared.writable_state(dh0)
         make = core.q.new_zeros if self._has_empty_slots else core.q.new_empty
         parts = [None if size is None else make(size, dtype=torch.float32) for size in self._parts]
         scratch = core.q.new_empty(self._scratch_size)
         at = starts(
-            *core[:9], do, dht, left, *written, dbeta, None if dh0 is None else dh0.written, *parts,
+            *core[:9], do, dht, left, *written, dbeta, dh0_written, *parts,
             scratch,
         )  # fmt: skip
         assert not (at[0] | at[1] | at[2] | at[3] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT
         self._run(at, current_stream(self._device))
-        Results.fill(results, written)
+        prepared.Results.fill(results, written)
         *of_operands, dg = results
         return (
             *of_operands,
             dg if self._needs_gates else None,
             _as(dbeta, given.beta),
             *map(_total, parts, (given.A_log, given.dt_bias)),
-            None if dh0 is None else dh0.filled(),
+            prepared.filled(dh0, dh0_written),
         )
 
 
@@ -239,5 +195,6 @@ def _total(parts: MaybeTensor, like: MaybeTensor) -> MaybeTensor:
     return _as(parts.sum((0, 2)).flatten(), like)
 
 
-_forwards: Memo[Forward] = Memo()
+_forwards = prepared.Forwards(Forward, _OPERANDS)
+forward, prepare = _forwards.run, _forwards.prepare
 _backwards: Memo[Backward] = Memo()

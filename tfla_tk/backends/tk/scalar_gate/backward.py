@@ -21,33 +21,22 @@ begins a segment, or, for dq, the forward has left it. The one walk needs the gr
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    Gate,
-    Operand,
-    as_operand,
-    as_state,
-    current_stream,
-    descriptor_strides,
-    laid_out,
-    multiprocessors,
-    strides,
-)
-from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, are_same, starts
+from tfla_tk.backends.tk import prepared
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, laid_out, multiprocessors, starts
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.backends.tk.scalar_gate import launches, walks
-from tfla_tk.backends.tk.scalar_gate.forward import Left, Options
+from tfla_tk.backends.tk.scalar_gate.forward import Left, heads_last
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
-from tfla_tk.backends.tk.scalar_gate.walks import Sizes
+from tfla_tk.backends.tk.scalar_gate.walks import Options
 from tfla_tk.build import instances
 from tfla_tk.calls.mlstm import MaybeGrads
-from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import Kept, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
 
 
@@ -75,39 +64,18 @@ class Tensors(NamedTuple):
     dc_last: MaybeTensor
     dn_last: MaybeTensor
 
-    def readable(self) -> "Tensors":
-        """As they lie where the kernels can take them so, else copies."""
-        operands = {name: as_operand(getattr(self, name)) for name in ("q", "k", "v", "h", "dh")}
-        names = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")
-        states: Any = {name: as_state(getattr(self, name)) for name in names}
-        offsets = None if self.cu_seqlens is None else self.cu_seqlens.contiguous()
-        return self._replace(**operands, **states, cu_seqlens=offsets)
 
-    @property
-    def with_gradients(self) -> tuple[Any, ...]:
-        """q, k, v, i, f, c_initial, n_initial."""
-        return self[:7]
-
-
-# dq, dk, dv, di, df, dc_initial, dn_initial
-Gradients: TypeAlias = tuple[Any, ...]
+_DEFAULTS: tuple[Any, ...] = (False, None)  # of batch_invariant, which torch may leave out, and of kept
+_OPERANDS = ("q", "k", "v", "h", "dh")
+_STATES = ("c_initial", "n_initial", "c_last", "n_last", "dc_last", "dn_last")
 
 
 def mlstm_bwd(*args: Any) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of
     tfla_tk::mlstm_bwd, behind them what the forward has kept. Without an initial state its gradients are
     None."""
-    return _run_mlstm(Tensors(*args[:18]), *args[18:])
-
-
-def _run_mlstm(
-    tensors: Tensors,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    batch_invariant: bool = False,
-    kept: Kept | None = None,
-) -> MaybeGrads:
+    tensors, (sigmoid_gate, normalize, eps, *others) = Tensors(*args[:18]), args[18:]
+    batch_invariant, kept = *others, *_DEFAULTS[len(others) :]
     if not normalize:
         tensors = tensors._replace(n_last=None, dn_last=None, row_n=None)
     elif (tensors.row_n is None or tensors.row_n.numel() == 0) and tensors.v.numel() > 0:
@@ -117,7 +85,7 @@ def _run_mlstm(
 
 def run(
     tensors: Tensors, options: Options, kept: Kept | None = None, like: Tensors | None = None
-) -> Gradients:
+) -> prepared.Gradients:
     """The gradients of mLSTM or of a scalar decay, on the current stream; dq and dk are of every head of
     v. kept: by the forward. like: what some of the tensors are copies of; gradients lie like these."""
     if tensors.v.numel() == 0:
@@ -125,13 +93,13 @@ def run(
     if kept is None and walks.is_narrow(tensors.q.shape[-1], tensors.v.shape[-1]):
         # of another forward: its own has kept no states
         kept = tk_forward.run(tensors[:9], options._replace(keep_states=True))[7]
-    likes = None if like is None else strides(*like.with_gradients)
+    likes = None if like is None else prepared.strides(*like[:7])
     of_tensors = laid_out(tensors.q, tensors.v, tensors.cu_seqlens, *tensors)
     key = options, of_tensors, likes, None if kept is None else kept.layout
     backward = _backwards.get(key)
     if backward is None:
-        read = tensors.readable()
-        if not are_same(read, tensors):
+        read = prepared.readable(tensors, _OPERANDS, _STATES)
+        if read is not tensors:
             # not kept: a key does not tell addresses, and tensors like these may need no copy
             return run(read, options, kept, tensors if like is None else like)
         backward = Backward(tensors, options, kept, like)
@@ -139,9 +107,9 @@ def run(
     return backward(tensors, kept, like)
 
 
-def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
+def _run_without_tokens(tensors: Tensors, options: Options) -> prepared.Gradients:
     """The state passes through, and so does its gradient."""
-    grads = _allocate(tensors.with_gradients, options)
+    grads = _allocate(tensors[:7], options)
     for grad, last in zip(grads[5:], tensors[-2:], strict=True):
         if grad is not None:
             grad.zero_() if last is None else grad.copy_(last)
@@ -149,14 +117,14 @@ def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
 
 
 class Backward:
-    """The backward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    """The backward of calls whose tensors lie alike, as `readable` leaves them but for odd
     addresses. kept: of such a call; the forwards of all of them are cut in the same way. like: as in
     `run`."""
 
     def __init__(self, tensors: Tensors, options: Options, kept: Kept | None, like: Tensors | None) -> None:
         self._options = options
         self._device = tensors.q.get_device()
-        grads = _allocate((like or tensors).with_gradients, options, "meta")
+        grads = _allocate((like or tensors)[:7], options, "meta")
         self._unwritable = [n for n, x in enumerate(grads) if x is not None and not _is_writable(x, n)]
         left = None if kept is None else kept.layout
         call, written, states_given = _describe(tensors, options, left, self._as_written(grads))
@@ -169,43 +137,40 @@ class Backward:
         groups = (before, of_walks, gates) if self._parts else (before, of_walks + gates, [])
         self._before, self._walks, self._gates = (build.launches(group) for group in groups)
 
-    def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> Gradients:
-        """`run` of these tensors."""
+    def __call__(self, tensors: Tensors, kept: Kept | None, like: Tensors | None) -> prepared.Gradients:
         at = starts(*tensors)
         q, k, v, _, _, c, n, _, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = at
         if (q | k | v | c | n | h | c_last | n_last | dh | dc_last | dn_last) % ADDRESS_ALIGNMENT:
-            return run(tensors.readable(), self._options, kept, tensors if like is None else like)
+            read = prepared.readable(tensors, _OPERANDS, _STATES)
+            return run(read, self._options, kept, tensors if like is None else like)
         # of q's dtype because that need not be said, which is half of the time
         memory = tensors.q.new_empty(self._memory_size)
         at += starts(memory, None if kept is None else kept.tensors[0])
         stream = current_stream(self._device)
         # the gradients only then, so that a GPU that waits for the host has work early
         self._before(at, stream)
-        grads = _allocate((like or tensors).with_gradients, self._options)
+        grads = _allocate((like or tensors)[:7], self._options)
         written = self._as_written(grads) if self._unwritable else grads
         at += starts(*written)
         if self._parts:
-            self._run_parts(at, stream, written[6])
+            # the walks, which have a dn_initial for each part of V, their sum, and the gates
+            of_parts = written[6].new_empty((self._parts, *written[6].shape))
+            at += starts(of_parts)
+            self._walks(at, stream)
+            torch.sum(of_parts, dim=0, out=written[6])
+            self._gates(at, stream)
         else:
             self._walks(at, stream)
         for place in self._unwritable:
             grads[place].copy_(written[place])
         return grads
 
-    def _run_parts(self, at: list[int], stream: int, dn_initial: Tensor) -> None:
-        """The walks, which have a dn_initial for each part of V, their sum, and the gates."""
-        of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
-        at += starts(of_parts)
-        self._walks(at, stream)
-        torch.sum(of_parts, dim=0, out=dn_initial)
-        self._gates(at, stream)
-
-    def _as_written(self, grads: Gradients) -> Gradients:
+    def _as_written(self, grads: prepared.Gradients) -> prepared.Gradients:
         """The gradients as they lie where the kernels can write them so, else contiguous ones."""
         return tuple(x.new_empty(x.shape) if n in self._unwritable else x for n, x in enumerate(grads))
 
 
-def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> Gradients:
+def _allocate(like: Sequence[Any], options: Options, device: str | None = None) -> prepared.Gradients:
     """Uninitialised gradients, each like its input; those of q and k for every head of v. On the device
     "meta" they take no memory."""
     q, k, v, i, f, c_initial, n_initial = like
@@ -227,18 +192,23 @@ def _allocate(like: Sequence[Any], options: Options, device: str | None = None) 
 def _is_writable(grad: Tensor, place: int) -> bool:
     """Whether the kernels can write the gradient of this place among `Gradients` as it lies."""
     if place < 3:
-        return descriptor_strides(grad.shape, grad.stride()) is not None
+        return prepared.descriptor_strides(grad.shape, grad.stride()) is not None
     return place < 5 or grad.is_contiguous()
 
 
-def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients) -> tuple[Call, Grads, bool]:
+def _describe(
+    x: Tensors, options: Options, left: Left | None, grads: prepared.Gradients
+) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read and write (grads), and whether states are those that the forward has
-    left. Addresses are numbered in the order in which `Backward` says where the tensors begin."""
-    addresses, normalize, decay, last = Addresses(), options.normalize, options.decay, options.heads_last
+    left. prepared.Addresses are numbered in the order in which `Backward` says where the tensors begin."""
+    addresses, normalize, decay = prepared.Addresses(), options.normalize, options.decay
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
-    sizes, group = _sizes(x.q, x.k, x.v, heads_last=last)
+    turned: Any = {name: heads_last(getattr(x, name), x.v, options) for name in (*_OPERANDS, "i", "f")}
+    x, grads = x._replace(**turned), (*(heads_last(grad, x.v, options) for grad in grads[:5]), *grads[5:])
+    batch, seq, heads, dim_v = x.v.shape
+    sizes, group = (batch, heads, seq, x.q.shape[3], dim_v), heads // x.k.shape[2]
     half, device, offsets = x.q.dtype == torch.float16, x.q.get_device(), x.cu_seqlens
     sequences = sizes[0] if offsets is None else offsets.shape[0] - 1
     of_cut = {"packed": offsets is not None, "batch_invariant": options.batch_invariant}
@@ -251,18 +221,8 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
     if cut.segments > sequences:
         kernels += walks.instances_of_cut(*sizes[3:], **kinds)
     build.load(instances.CHUNKWISE[decay], *kernels)
-    plan = walks.make_plan(
-        sizes,
-        sequences,
-        chunk_slots(sizes[2], offsets),
-        cut,
-        memory_at,
-        normalize=normalize,
-        decay=decay,
-        states_given=states_given,
-        batch_invariant=options.batch_invariant,
-        needs_df=options.needs_df,
-    )
+    slots = chunk_slots(seq, offsets)
+    plan = walks.make_plan(sizes, sequences, slots, cut, memory_at, options, states_given=states_given)
     of_one_walk = 0, 0, 0
     if left is not None and states_given:
         first, second = (kept_at + offset for offset in left.offsets)
@@ -270,53 +230,19 @@ def _describe(x: Tensors, options: Options, left: Left | None, grads: Gradients)
         if narrow:
             of_one_walk = kept_at, first, of_n
         else:
-            plan = plan._replace(memory=plan.memory._replace(state_c=first, state_n=of_n))
-    operands = {
-        name: _operand(getattr(at, name), getattr(x, name), heads_last=last)
-        for name in ("q", "k", "v", "h", "dh")
-    }
-    gates = {name: _gate(getattr(at, name), getattr(x, name), x.v, heads_last=last) for name in ("i", "f")}
+            plan.memory.state_c, plan.memory.state_n = first, of_n
+    operands = {name: prepared.operand_at(getattr(at, name), getattr(x, name)) for name in _OPERANDS}
+    gates = {name: prepared.gate_at(getattr(at, name), getattr(x, name)) for name in ("i", "f")}
     read = at._replace(**operands, **gates, n_initial=at.n_initial if normalize else 0)
     is_64bit = offsets is not None and offsets.dtype == torch.int64
     of_cut_at = at.cu_seqlens, is_64bit, sequences, *cut
     call = Call(plan, sizes, read, of_cut_at, of_one_walk, options, group, half, device)
-    dq, dk, dv, di, df, _, dn_initial = grads
-    written = Grads(
-        _operand(to[0], dq, heads_last=last),
-        _operand(to[1], dk, heads_last=last),
-        _operand(to[2], dv, heads_last=last),
-        _gate(to[3], di, x.v, heads_last=last),
-        _gate(to[4], df, x.v, heads_last=last),
-        to[5],
-        to[6],
-        addresses.next() if dn_initial is not None and walks.parts_of(sizes[4]) > 1 else 0,
-    )
+    has_parts = grads[6] is not None and walks.parts_of(dim_v) > 1
+    operands_of_grads = (prepared.operand_at(*of) for of in zip(to[:3], grads[:3], strict=True))
+    gates_of_grads = (prepared.gate_at(*of) for of in zip(to[3:5], grads[3:5], strict=True))
+    parts_at = addresses.next() if has_parts else 0
+    written = Grads._make((*operands_of_grads, *gates_of_grads, *to[5:], parts_at))
     return call, written, states_given
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor, *, heads_last: bool) -> tuple[Sizes, int]:
-    """Sizes of a call, and how many heads of v share one of q and k."""
-    batch, heads, seq, dim_v = v.shape
-    key_heads = k.shape[1]
-    if heads_last:
-        heads, seq, key_heads = seq, heads, k.shape[2]
-    return (batch, heads, seq, q.shape[3], dim_v), heads // key_heads
-
-
-def _operand(address: int, x: Tensor, *, heads_last: bool) -> Operand:
-    strides = descriptor_strides(x.shape, x.stride())
-    assert strides is not None
-    batch, head, row = strides
-    return (address, batch, row, head) if heads_last else (address, batch, head, row)
-
-
-def _gate(address: int, x: MaybeTensor, v: Tensor, *, heads_last: bool) -> Gate:
-    """A gate or its gradient as the kernels take it; with the heads last its sizes may be fewer than v's."""
-    if x is None:
-        return NO_GATE
-    if heads_last:
-        x = x.expand(v.shape[:3]).transpose(1, 2)
-    return address, *x.stride(), DTYPES[x.dtype]
 
 
 _backwards: Memo[Backward] = Memo()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream, gate, multiprocessors, pointer
+from tfla_tk.backends.tk.prepared import current_stream, gate, multiprocessors, narrowed, pointer
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPE_NAMES, DTYPES, MAX_SLICES, MaybeTensor
 
@@ -26,18 +26,17 @@ State = tuple[Tensor, Tensor, MaybeTensor]
 def with_new_state(*args: Any) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel; arguments and results are those of tfla_tk::mlstm_step where q is [B, NH, K], of
     tfla_tk::mlstm_sequence where it is [B, NH, S, K]. m is None with the sigmoid gate."""
-    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[:12]
+    c, n, m, sigmoid_gate, normalize, eps, dtype_state = args[5:12]
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, *args[12:])
-    return h, *after
+    return _launch(args, before, after, sigmoid_gate, normalize, eps, *args[12:]), *after
 
 
 def in_place(*args: Any) -> Tensor:
     """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
-    q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps = args[:11]
+    c, n, m, sigmoid_gate, *options = args[5:]
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps, *args[11:])
+    h = _launch(args, state, state, sigmoid_gate, *options)
     # what had to be copied
     for target, result in zip(given, state, strict=True):
         if target is not None and result is not None and result is not target:
@@ -60,22 +59,15 @@ def states(c: Tensor, n: Tensor, m: MaybeTensor, dtype_state: torch.dtype) -> tu
 def readable(state: State) -> State:
     """The state contiguous and in dtypes that the kernels read; parts that are so already are themselves."""
     c, n, m = state
-    return _readable(c), _readable(n), None if m is None else _readable(m)
+    m = None if m is None else narrowed(m).contiguous()
+    return narrowed(c).contiguous(), narrowed(n).contiguous(), m
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    before: State,
-    after: State,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    batch_invariant: bool = False,
-) -> Tensor:
+def _launch(args: Any, before: State, after: State, *options: Any) -> Tensor:
+    """args: of a call, which begin with q, k, v, i, f. options: sigmoid_gate, normalize, eps, and
+    batch_invariant or nothing."""
+    q, k, v, i, f, *_ = args
+    sigmoid_gate, normalize, eps, *invariant = options
     batch, heads, *tokens, dim_qk = q.shape
     dim_v, device = v.shape[-1], q.get_device()
     dtypes = DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
@@ -84,14 +76,16 @@ def _launch(
         instance, widest, across = instances.mlstm_step(*dtypes), _VECTOR, _lanes
     else:
         instance = instances.mlstm_sequence(count, *dtypes, q.dtype == torch.float32)
-        widest, across = _widest(count, q.dtype), _warps
+        # columns of a thread at most: the registers hold v of eight columns only if it is short and narrow
+        widest = 2 * _FEWEST_COLUMNS if count <= 8 and q.dtype.itemsize == 2 else _FEWEST_COLUMNS
+        across = _warps
     launch = build.load(instances.DECODING, instance).mlstm
     # to be held until the launch, which gets addresses alone
-    i, f = _narrowed(i), _narrowed(f)
+    i, f = narrowed(i), narrowed(f)
     h = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     width = _width_of(before[0], after[0], dim_v, widest)
     # as in a large batch
-    filling = 0 if batch_invariant else multiprocessors(device)
+    filling = 0 if any(invariant) else multiprocessors(device)
     launch(
         _rows(q), _rows(k), _rows(v), DTYPES[q.dtype], gate(i), gate(f), _stored(before), _stored(after),
         h.data_ptr(), (across(batch * heads, dim_v, width, filling), width),
@@ -101,17 +95,7 @@ def _launch(
     return h
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x contiguous and in a dtype that the kernel reads; x itself where it is that already."""
-    return _narrowed(x).contiguous()
-
-
-def _narrowed(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.float64 else x
-
-
 def _stored(state: State) -> tuple[int, ...]:
-    """Addresses and dtypes as the bindings take them."""
     pointers = (pointer(x) for x in state)
     return *pointers, *(0 if x is None else DTYPES[x.dtype] for x in state)
 
@@ -148,12 +132,6 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
     ):
         found //= 2
     return found
-
-
-def _widest(tokens: int, dtype: torch.dtype) -> int:
-    """Columns of a thread of the sequence kernel at most: the registers hold v of eight columns only if it is
-    short and narrow."""
-    return 2 * _FEWEST_COLUMNS if tokens <= 8 and dtype.itemsize == 2 else _FEWEST_COLUMNS
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,21 +11,12 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
-    as_operand,
-    as_state,
-    current_stream,
-    descriptor_strides,
-    laid_out,
-    multiprocessors,
-    pointer,
-)
-from tfla_tk.backends.tk.prepared import NO_GATE, Addresses, Scratch, are_same
+from tfla_tk.backends.tk import prepared, segments
+from tfla_tk.backends.tk.prepared import ADDRESS_ALIGNMENT, current_stream, multiprocessors, pointer
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
+from tfla_tk.backends.tk.scalar_gate.walks import FLOAT, Options
 from tfla_tk.build import instances
-from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor, chunk_slots, state_slots
+from tfla_tk.core.layout import Cut, Kept, MaybeTensor, chunk_slots, state_slots
 from tfla_tk.core.memo import Memo
 
 
@@ -41,13 +32,6 @@ class Tensors(NamedTuple):
     n_initial: MaybeTensor
     m_initial: MaybeTensor
     cu_seqlens: MaybeTensor
-
-    def readable(self) -> "Tensors":
-        """As they lie where the kernels can take them so, else copies."""
-        q, k, v, i, f, c, n, m, cu_seqlens = self
-        operands = as_operand(q), as_operand(k), as_operand(v)
-        offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
-        return Tensors(*operands, i, f, as_state(c), as_state(n), as_state(m), offsets)
 
 
 class Left(NamedTuple):
@@ -65,41 +49,8 @@ class Left(NamedTuple):
 FwdResult: TypeAlias = tuple[Any, ...]
 
 NARROW_SLICE = 64
+STATES = ("c_initial", "n_initial", "m_initial")
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
-
-
-class Options(NamedTuple):
-    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more, of a forward and of its backward.
-
-    Attributes:
-        batch_invariant: cut sequences by their lengths alone.
-        keep_states: return states for the backward as the last result. With wide head dims these are those
-            at the backward's cuts, where it will cut the sequences: then cut them the same way.
-        scale: of q k^T; None for K^-1/2.
-        decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
-            normalize False.
-        heads_last: q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to
-            that.
-        sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
-        needs_df: of the backward: without it di and df come back as None.
-    """
-
-    sigmoid_gate: bool
-    normalize: bool
-    eps: float
-    return_last_states: bool
-    return_rows: bool
-    batch_invariant: bool = False
-    keep_states: bool = False
-    scale: float | None = None
-    decay: bool = False
-    heads_last: bool = False
-    sequential: bool = False
-    needs_df: bool = True
-
-    def scale_of(self, dim_qk: int) -> float:
-        """Of q k^T."""
-        return dim_qk**-0.5 if self.scale is None else self.scale
 
 
 def mlstm_fwd(*args: Any) -> FwdResult:
@@ -113,7 +64,7 @@ def mlstm_fwd(*args: Any) -> FwdResult:
 def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     given = Tensors(*tensors)
-    if are_same(given.readable(), given):
+    if prepared.readable(given, states=STATES) is given:
         return Forward(given, given.v, options)
     return lambda *tensors: run(tensors, options)
 
@@ -121,37 +72,35 @@ def prepare(tensors: Sequence[Any], options: Options) -> Callable[..., FwdResult
 def run(tensors: Sequence[Any], options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
-    read = Tensors(*tensors).readable()
-    key = options, v.stride(), laid_out(read.q, read.v, read.cu_seqlens, *read)
+    read = prepared.readable(Tensors(*tensors), states=STATES)
+    key = options, v.stride(), prepared.laid_out(read.q, read.v, read.cu_seqlens, *read)
     return _forwards.of(key, lambda: Forward(read, v, options))(*read, h_like=v)
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `Tensors.readable` leaves them but for odd
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd
     addresses. h_like: h gets the memory order of this one, but with heads_last; v, or what v is a copy of."""
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
         self._h_order = torch.contiguous_format if options.heads_last else torch.preserve_format
         h = torch.empty_like(h_like, device="meta", memory_format=self._h_order)
-        self._h_in_place = descriptor_strides(h.shape, h.stride()) is not None
+        self._h_in_place = prepared.descriptor_strides(h.shape, h.stride()) is not None
         if not self._h_in_place:
             h = torch.empty(h.shape, device="meta")
-        if options.heads_last:
-            f = f.expand(v.shape[:3])
-            q, k, v, h, f = (x.transpose(1, 2) for x in (q, k, v, h, f))
-        batch, heads, seq, dim_v = v.shape
-        key_heads, dim_qk = q.shape[1], q.shape[-1]
+        q, k, v, h, i, f = (heads_last(x, v, options) for x in (q, k, v, h, i, f))
+        batch, seq, heads, dim_v = v.shape
+        key_heads, dim_qk = q.shape[2:]
         device = q.get_device()
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes = (batch, heads, seq, dim_qk, dim_v)
         processors, invariant, kept = multiprocessors(device), options.batch_invariant, False
-        narrow = (
-            options.decay
-            and not invariant
-            and takes_narrow_slices(dim_qk, dim_v, sequences * heads, processors)
-        )
+        # two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the scores, but
+        # their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all heads of all
+        # sequences
+        fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
+        narrow = options.decay and not invariant and fits and 2 * sequences * heads <= processors
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
         slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
         if options.sequential:
@@ -185,38 +134,28 @@ class Forward:
         if kept:
             self._left = Left(cut, kernel.workspace_offsets(slots, dim_qk, dim_v))
         if options.keep_states and one_walk:
-            count = batch * heads * state_slots(seq, cu_seqlens)
-            sizes_left = (
-                count * dim_qk * dim_v * q.itemsize,
-                tk_walks.FLOAT * count,
-                tk_walks.FLOAT * count * dim_qk,
-            )
-            in_left = Scratch(0)
-            _, of_units, of_norms = map(in_left.take, sizes_left)
+            count, in_left = batch * heads * state_slots(seq, cu_seqlens), prepared.Scratch(0)
+            in_left.take(count * dim_qk * dim_v * q.itemsize)
+            of_units, of_norms = (in_left.take(FLOAT * count * each) for each in (1, dim_qk))
             self._left = Left(cut, (of_units, of_norms))
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
-        addresses = Addresses()
-        operands = [
-            (addresses.next(), *(descriptor_strides(x.shape, x.stride()) or ())) for x in (q, k, v, h)
-        ]
-        gates = [
-            NO_GATE if x is None else (at, *x.stride(), DTYPES[x.dtype])
-            for at, x in ((addresses.next(), i), (addresses.next(), f))
-        ]
+        addresses = prepared.Addresses()
+        operands = [prepared.operand_at(addresses.next(), x) for x in (q, k, v, h)]
+        gates = [prepared.gate_at(addresses.next(), x) for x in (i, f)]
         states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
         rows = [addresses.next() for _ in range(3)]
         offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
         left = addresses.next(given=self._left_size > 0)
         is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
-        prepared = kernel.forward(
+        launch = kernel.forward(
             *operands, *gates, states, rows,
             (left, left and left + of_units, left + of_norms if left and options.normalize else 0),
             (offsets, is_64bit, sequences, *cut), workspace, sizes,
             heads // key_heads, tile, options.scale_of(dim_qk),
             options.eps, q.dtype == torch.float16, options.sigmoid_gate, options.normalize, device,
         )  # fmt: skip
-        self._launch = build.launches([prepared])
+        self._launch = build.launches([launch])
 
     def __call__(self, *tensors: Any, h_like: MaybeTensor = None) -> FwdResult:
         """`mlstm_fwd` of these tensors; h_like is v unless it is given."""
@@ -264,7 +203,6 @@ class Forward:
         return c, n, None if self._options.sigmoid_gate else _fp32(q, *self._state[:2], 1)
 
     def _rows(self, q: Tensor, cu_seqlens: MaybeTensor) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
-        """Memory for row_n, row_m and chunk_m."""
         batch, heads, seq, _ = q.shape
         row_n = _fp32(q, batch, heads, seq) if self._options.normalize else None
         if self._options.sigmoid_gate:
@@ -274,12 +212,14 @@ class Forward:
         return row_n, row_m, _fp32(q, batch, heads, chunk_slots(seq, cu_seqlens), 2)
 
 
-def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
-    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V. Both make the
-    scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
-    `heads`, those of all sequences."""
-    fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
-    return fits and 2 * heads <= multiprocessors
+def heads_last(x: MaybeTensor, v: Tensor, options: Options) -> Any:
+    """A tensor [B, S, NH, ...], from one that lies as the options say; the sizes of a gate may be fewer than
+    v's."""
+    if x is None:
+        return None
+    if options.heads_last:
+        return x if x.dim() == 4 else x.expand(v.shape[:3])
+    return x.transpose(1, 2)
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

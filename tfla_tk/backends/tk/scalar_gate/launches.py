@@ -4,15 +4,13 @@ They are prepared once for all calls of a kind, so the addresses here are prepar
 """
 
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import Gate, Operand
-from tfla_tk.backends.tk.prepared import Launch
+from tfla_tk.backends.tk.prepared import Gate, Launch, Operand
 from tfla_tk.backends.tk.scalar_gate import walks
-from tfla_tk.backends.tk.scalar_gate.forward import Options
-from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes, tile_of_both
+from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Options, Plan, Sizes, tile_of_both
 from tfla_tk.build import instances
 from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
 
@@ -23,47 +21,35 @@ Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries
 
 @dataclass(slots=True)
 class Call:
-    """What all kernels read, in the same way: tensors by their addresses, 0 where there is none.
+    """What all kernels read, in the same way: tensors by their addresses, 0 where there is none. at: the
+    backward's `Tensors` with what kernels take in their place: operands for q, k, v, h, dh [B, NH, S, *],
+    rows aligned for TMA; gates for i, f [B, NH, S]; else addresses. row_n is 0 without normaliser alone,
+    states and their gradients are fp32 and contiguous."""
 
-    Attributes:
-        plan: what is launched, and where it leaves what.
-        sizes: batch, heads, seq, dim_qk, dim_v.
-        at: the backward's `Tensors` with what kernels take in their place: operands for q, k, v, h, dh
-            [B, NH, S, *], rows aligned for TMA; gates for i, f [B, NH, S]; else addresses. row_n is 0 without
-            normaliser alone, states and their gradients are fp32 and contiguous.
-        cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
-            cut.
-        left: what the forward has left for one walk: states, their units, n; 0 for three.
-        group: heads that share one of q and k.
-    """
-
-    plan: Plan
-    sizes: Sizes
+    plan: Plan  # what is launched, and where it leaves what
+    sizes: Sizes  # batch, heads, seq, dim_qk, dim_v
     at: Any
+    # address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the cut
     cut: tuple[int, bool, int, int, int]
-    left: Triple
+    left: Triple  # by the forward for one walk: states, their units, n; 0 for three
     options: Options
-    group: int
+    group: int  # heads that share one of q and k
     half: bool
     device: int
 
     def kernels(self, *of_launch: instances.Instance) -> ModuleType:
-        """What launches these kernels."""
         return build.load(instances.CHUNKWISE[self.options.decay], *of_launch)
 
     @property
-    def memory(self) -> Memory:
-        """Where kernels leave what others read."""
+    def memory(self) -> SimpleNamespace:
         return self.plan.memory
 
     @property
     def dims(self) -> tuple[int, int]:
-        """K and V."""
         return self.sizes[3:]
 
     @property
     def is_narrow(self) -> bool:
-        """Whether one walk makes dq, dk and dv."""
         return walks.is_narrow(*self.dims)
 
     @property
@@ -73,12 +59,10 @@ class Call:
 
     @property
     def normalize(self) -> bool:
-        """Whether there is a normaliser."""
         return bool(self.at.row_n != 0)
 
     @property
     def gates(self) -> instances.Instance:
-        """The kernels for the gates."""
         sigmoid_gate, decay = self.options.sigmoid_gate, self.options.decay
         return instances.mlstm_bwd_gates(sigmoid_gate and not decay, decay)
 
@@ -98,12 +82,26 @@ class Grads(NamedTuple):
 
 def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     """What needs no memory for gradients. states_given: the forward has kept the states at the cuts."""
-    found = [_of_rows(x)] if x.at.row_n and x.plan.has_rows else []
-    found.append(_of_scan(x))
+    found: list[Launch] = []
+    if x.normalize and x.plan.has_rows:
+        # e_t of every token, from dh and h, and log2 w_t
+        found.append(x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
+            x.at.dh, x.at.h, x.row_terms, (x.memory.log2_w, x.memory.e, x.plan.e_stride),
+            (*x.sizes[:3], x.sizes[4], PART_COLUMNS), x.half, x.device,
+        ))  # fmt: skip
+    # the gates of every chunk as the walks take them
+    found.append(x.kernels(x.gates).mlstm_bwd_scan(
+        x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
+        x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
+        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
+    ))  # fmt: skip
     if x.plan.is_cut:
+        m, at = x.memory, x.at
         if not (states_given or x.is_narrow):
-            found += _of_segments_of_dq(x)
-        found += _of_segments_of_dk(x)
+            states = m.state_c, m.state_n, m.state_decay
+            found += _of_segments(x, "dq", (at.v, at.k), states, 1, (at.c_initial, at.n_initial))
+        grads, parts = (m.grad_c, m.grad_n, m.grad_decay), walks.parts_of(x.dims[1])
+        found += _of_segments(x, "dk", (at.dh, at.q), grads, parts, (at.dc_last, at.dn_last))
     return found
 
 
@@ -112,10 +110,15 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
     if x.is_narrow:
         return [_of_one_walk(x, written)]
     dots = x.at.row_n != 0 and not x.plan.has_rows
-    found = [_of_dv(x, written, dots=dots)]
+    found = [_of_walk(x, "dv", written, dots=dots)]
     if dots:
-        found.append(_of_factors(x))
-    return found + _of_dq_and_dk(x, written)
+        # e_t of every token, from the dots of "dv"
+        rows = x.sizes[0] * x.sizes[1] * x.sizes[2]
+        found.append(x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
+            (x.memory.dots, rows, *walks.slices_of_dots(*x.dims)), x.row_terms,
+            (0, x.memory.e, x.plan.e_stride), rows, x.device,
+        ))  # fmt: skip
+    return [*found, *(_of_walk(x, name, written) for name in ("dq", "dk"))]
 
 
 def _of_one_walk(x: Call, written: Grads) -> Launch:
@@ -132,174 +135,81 @@ def _of_one_walk(x: Call, written: Grads) -> Launch:
     )  # fmt: skip
 
 
-def _of_rows(x: Call) -> Launch:
-    """e_t of every token, from dh and h, and log2 w_t."""
-    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
-        x.at.dh,
-        x.at.h,
-        x.row_terms,
-        (x.memory.log2_w, x.memory.e, x.plan.e_stride),
-        (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
-        x.half,
-        x.device,
-    )
-
-
-def _of_scan(x: Call) -> Launch:
-    """The gates of every chunk as the walks take them."""
-    return x.kernels(x.gates).mlstm_bwd_scan(
-        x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
-        x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
-        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
-    )  # fmt: skip
-
-
-def _of_factors(x: Call) -> Launch:
-    """e_t of every token, from the dots of "dv"."""
-    batch, heads, seq, *_ = x.sizes
-    rows = batch * heads * seq
-    return x.kernels(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
-        (x.memory.dots, rows, *walks.slices_of_dots(*x.dims)),
-        x.row_terms,
-        (0, x.memory.e, x.plan.e_stride),
-        rows,
-        x.device,
-    )
-
-
-def _of_segments_of_dq(x: Call) -> list[Launch]:
-    """The states that the walk for dq begins those segments with that follow others."""
-    memory = x.memory
-    states = (memory.state_c, memory.state_n, memory.state_decay)
-    return [
-        _sum_segments(x, "dq", x.at.v, x.at.k, states),
-        _combine(x, states, 1, (x.at.c_initial, x.at.n_initial), backward=False),
-    ]
-
-
-def _of_segments_of_dk(x: Call) -> list[Launch]:
-    """The gradients of states that the walks for dk and dv begin those segments with that others follow."""
-    memory = x.memory
-    grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
-    return [
-        _sum_segments(x, "dk", x.at.dh, x.at.q, grads),
-        _combine(x, grads, walks.parts_of(x.dims[1]), (x.at.dc_last, x.at.dn_last), backward=True),
-    ]
-
-
-def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> Launch:
-    """What every segment adds by itself at the boundary over which the walk leaves it."""
+def _of_segments(
+    x: Call,
+    name: str,
+    operands: tuple[Operand, Operand],
+    boundary: Triple,
+    norm_parts: int,
+    entering: Pair,
+) -> list[Launch]:
+    """What the walk for dq, or those for dk and dv, begin those segments with that follow others: what every
+    segment adds by itself at the boundary over which the walk leaves it, and what carries on over these, in
+    place, what enters the sequences. operands: keys and values."""
     *size, dim_qk, dim_v = x.sizes
     _, tile = walks.tiles_of(dim_qk, dim_v)
-    kernels = instances.mlstm_walk_segments(tile, x.half, x.normalize, x.options.decay)
-    return x.kernels(kernels).segments(
-        _walk(x, name, tile, keys, values, boundary, (*size, dim_v, dim_qk)),
-        x.at.i,
-        x.at.f,
-        x.memory.log2_w if x.normalize else 0,
-        x.at.chunk_m,
-        x.options.scale_of(dim_qk),
+    of_sums = instances.mlstm_walk_segments(tile, x.half, x.normalize, x.options.decay)
+    sums = x.kernels(of_sums).segments(
+        _walk(x, name, tile, *operands, boundary, (*size, dim_v, dim_qk)), x.at.i, x.at.f,
+        x.memory.log2_w if x.normalize else 0, x.at.chunk_m, x.options.scale_of(dim_qk),
         x.options.sigmoid_gate,
+    )  # fmt: skip
+    carry = x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
+        boundary, norm_parts, entering, x.cut, x.sizes[1:], name == "dk", x.device
     )
+    return [sums, carry]
 
 
 def _walk(
-    x: Call,
-    name: str,
-    tile: tuple[int, int],
-    keys: Operand,
-    values: Operand,
-    boundary: Triple,
-    sizes: tuple[int, ...],
+    x: Call, name: str, tile: tuple[int, int], keys: Operand, values: Operand, *rest: tuple[int, ...]
 ) -> tuple[object, ...]:
-    """What a walk and the sums of its segments have in common."""
+    """What a walk and the sums of its segments have in common; rest: the boundary, and the sizes."""
+    boundary, sizes = rest
     return GRADIENTS[name], *tile, keys, values, *_e(x), boundary, x.cut, sizes, x.group, x.half, x.device
 
 
-def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
-    """Carries what enters the sequences on over the boundaries, in place."""
-    return x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
-        boundaries, norm_parts, entering, x.cut, x.sizes[1:], backward, x.device
-    )
-
-
-def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
-    """The walks over all parts of V, the shares of their keys."""
-    memory = x.memory
-    batch, heads, seq, dim_qk, dim_v = x.sizes
-    sizes = (batch, heads, seq, dim_v, dim_qk)
-    anchors = (memory.anchors, memory.flows)
-    of_dq = _prepare_walk(
-        x, "dq", x.at.dh, x.at.v, x.at.k, written.dq, sizes,
-        entering=(x.at.c_initial, x.at.n_initial),
-        boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
-        factor=x.at.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
-    )  # fmt: skip
-    of_dk = _prepare_walk(
-        x, "dk", x.at.v, x.at.dh, x.at.q, written.dk, sizes,
-        entering=(x.at.dc_last, x.at.dn_last),
-        leaving=(0, written.dn_of_parts or written.dn_initial),
-        boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
-        factor=x.at.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
-    )  # fmt: skip
-    return [of_dq, of_dk]
-
-
-def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
-    """The walk over all of V: the state's columns are those of its values. dots: whether dh_t.h_t is
-    wanted."""
-    memory = x.memory
-    return _prepare_walk(
-        x, "dv", x.at.k, x.at.q, x.at.dh, written.dv, x.sizes,
-        entering=(x.at.dc_last, 0),
-        leaving=(written.dc_initial, 0),
-        boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
-        factor=x.at.h,
-        sums=(memory.dots if dots else 0, 0),
-    )  # fmt: skip
-
-
-def _prepare_walk(
-    x: Call,
-    name: str,
-    queries: Operand,
-    keys: Operand,
-    values: Operand,
-    out: Operand,
-    sizes: Sizes,
-    *,
-    entering: Pair,
-    leaving: Pair = (0, 0),
-    boundary: Triple,
-    factor: Operand,
-    sums: Pair = (0, 0),
-    anchors: Pair = (0, 0),
-    ticket: int = 0,
-) -> Launch:
-    """One walk over the chunks.
-
-    Args:
-        name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
-        out: the gradient, to be written; like `values`.
-        sizes: batch, heads, seq, columns of the keys and of the values.
-        entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is
-            zero. c and dc are [N, NH, K, V] always, contiguous: the state of "dv"; those of "dq" and "dk" are
-            its transpose. n and dn [N, NH, K] go with the values' columns and are 0 for "dv".
-        leaving: gradients of the initial state, to be written at the walk's end where there is an address:
-            "dv" has that of c, "dk" those of n, [P, N, NH, K].
-        boundary: c, n and log2_decay for the segments that follow others in the walk; 0 where nothing is cut.
-        factor: like `out`, what its rows are multiplied with for the row sums, those of `values` for "dv".
-        sums: where these are written, whole and inter; "dv" has no inter, and none at all where whole is 0.
-        anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
-        ticket: by which the CTAs of several parts of V count themselves.
-    """
+def _of_walk(x: Call, name: str, written: Grads, *, dots: bool = False) -> Launch:
+    """One walk over the chunks: "dq" goes forward in time, "dv" and "dk" backward. Those for dq and dk are
+    over all parts of V, the shares of their keys, that for dv is over all of V: the state's columns are those
+    of its values. dots: "dv" leaves dh_t.h_t."""
+    m, at, (*size, dim_qk, dim_v) = x.memory, x.at, x.sizes
+    values_first = *size, dim_v, dim_qk
+    anchors = (
+        m.anchors,
+        m.flows,
+    )  # the states that "dq" leaves for "dk", and the flows that "dk" makes of them
+    # queries, keys, values, the gradient, which is like these, and what its rows are multiplied with for the
+    # row sums, those of the values for "dv"; sizes with the columns of the keys and of the values; c, n and
+    # log2_decay for the segments that follow others in the walk
+    queries, keys, values, out, factor, sizes, boundary = {
+        "dq": (at.dh, at.v, at.k, written.dq, at.q, values_first, (m.state_c, m.state_n, m.state_decay)),
+        "dk": (at.v, at.dh, at.q, written.dk, at.k, values_first, (m.grad_c, m.grad_n, m.grad_decay)),
+        "dv": (at.k, at.q, at.dh, written.dv, at.h, x.sizes, (m.grad_c, 0, m.grad_decay)),
+    }[name]
+    # what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is zero. c and dc
+    # are [N, NH, K, V] always, contiguous: the state of "dv"; those of "dq" and "dk" are its transpose. n and
+    # dn [N, NH, K] go with the values' columns and are 0 for "dv". Then gradients of the initial state, to be
+    # written at the walk's end where there is an address: "dv" has that of c, "dk" those of n, [P, N, NH, K].
+    # Then where the row sums are written, whole and inter; "dv" has no inter. Then the anchors, and by which
+    # the CTAs of several parts of V count themselves
+    more = {
+        "dq": ((at.c_initial, at.n_initial), (0, 0), (m.q_dq, m.q_dq_inter), anchors, m.tickets),
+        "dk": (
+            *((at.dc_last, at.dn_last), (0, written.dn_of_parts or written.dn_initial)),
+            *((m.k_dk, m.k_dk_inter), anchors, m.tickets + INT),
+        ),
+        "dv": ((at.dc_last, 0), (written.dc_initial, 0), (m.dots if dots else 0, 0), (0, 0), 0),
+    }[name]
     of_dv, of_others = walks.tiles_of(*x.dims)
     tile, gradients = (of_dv, "dv") if name == "dv" else (of_others, "dq and dk")
     return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.options.decay)).walk(
-        _walk(x, name, tile, keys, values, boundary, sizes), x.memory.gates,
-        queries, out, factor,
-        entering, leaving, sums, anchors, ticket,
-    )  # fmt: skip
+        _walk(x, name, tile, keys, values, _boundary(x, *boundary), sizes),
+        m.gates,
+        queries,
+        out,
+        factor,
+        *more,
+    )
 
 
 def of_gates(x: Call, written: Grads) -> Launch:

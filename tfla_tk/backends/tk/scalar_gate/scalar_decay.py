@@ -14,8 +14,8 @@ from torch import Tensor
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.calls.linear import SimpleGLACore
-from tfla_tk.core.constants import kept_on_device
 from tfla_tk.core.layout import Kept, MaybeTensor
+from tfla_tk.core.memo import kept_on_device
 
 # o [B, T, HV, V], the state after the last token or None, and what a backward can use or None
 FwdResult: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]
@@ -55,7 +55,8 @@ def backward(
     options = _options(core, False, False, needs_gates)
     dq, dk, dv, _, dg, d_initial, _ = tk_backward.run(tensors, options, kept)
     if core.q.shape[2] != core.v.shape[2]:
-        dq, dk = (_sum_over_groups(x, core.q.shape[2]) for x in (dq, dk))
+        # those of every value head, summed over those that share one of q and k
+        dq, dk = (x.unflatten(2, (core.q.shape[2], -1)).sum(3) for x in (dq, dk))
     return dq, dk, dv, dg, d_initial
 
 
@@ -83,8 +84,3 @@ def _options_of(
 
 
 _zeros: dict[torch.device, Tensor] = {}
-
-
-def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
-    """The gradient [B, T, HV, K] of q or k of every value head, summed over those that share one."""
-    return grad.unflatten(2, (heads, -1)).sum(3)

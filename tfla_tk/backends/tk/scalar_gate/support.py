@@ -9,7 +9,7 @@ from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES
+from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED, Support, together
 
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
@@ -21,11 +21,8 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     of_head_dims = None
     too_large = call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V
     if too_large or call.dim_qk % 16 or call.dim_v % 16:
-        of_head_dims = Support(
-            False,
-            f"head dims are {call.dim_qk}/{call.dim_v}",
-            f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
-        )
+        remedy = f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}"
+        of_head_dims = Support(False, f"head dims are {call.dim_qk}/{call.dim_v}", remedy)
     return (
         together(refusals.of_operands(call), of_head_dims)
         or refusals.of_count("heads", call.sequences * call.heads)
@@ -97,41 +94,30 @@ def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
 def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
     sizes as symbols."""
-    dtype = DTYPE_NAMES[call.dtype]
+    tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    half, gradients = call.dtype == torch.float16, call.requires_grad
     if isinstance(call, LinearCall):
-        tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return _kernels_of, kernel, *tiles, dtype, False, True, call.requires_grad, call.gate == "token"
-    if kernel == "mlstm" or call.requires_grad:  # of one token, too: the chunkwise kernel has the gradients
-        tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        gates = call.normalize, call.sigmoid_gate
-        return _kernels_of, "mlstm", *tiles, dtype, *gates, call.requires_grad, True
+        return _chunkwise, tiles, False, False, True, half, gradients, call.gate == "token"
+    if kernel == "mlstm" or gradients:  # of one token, too: the chunkwise kernel has the gradients
+        return _chunkwise, tiles, call.normalize, call.sigmoid_gate, False, half, gradients, True
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
-    return _kernels_of, kernel, tokens, 0, dtype, False, False, False, False
+    return _decoding, tokens, call.dtype == torch.float32
 
 
-def _kernels_of(
-    kernel: str,
-    first: int,
-    second: int,
-    dtype: str,
-    normalize: bool,
-    sigmoid_gate: bool,
-    gradients: bool,
-    needs_df: bool,
-) -> device.Kernels:
-    """The kernels that nearly every such call takes; what others take is loaded when they are launched.
-    first, second: tiles of K and V, or in decoding tokens and 0."""
-    if kernel in ("mlstm_step", "mlstm_sequence"):
-        of_step, of_sequence = instances.mlstm_step, instances.mlstm_sequence
-        state = ("fp32", "fp32")
-        instance = of_step(*state) if first == 1 else of_sequence(first, *state, dtype == "fp32")
-        return instances.DECODING, (instance,)
-    half, decay = dtype == "fp16", kernel == "simple_gla"
-    sigmoid_gate = sigmoid_gate and not decay
+def _decoding(tokens: int, fp32: bool) -> device.Kernels:
+    """The kernel that nearly every such call takes; what others take is loaded when they are launched."""
+    state = ("fp32", "fp32")
+    of_step, of_sequence = instances.mlstm_step, instances.mlstm_sequence
+    return instances.DECODING, (of_step(*state) if tokens == 1 else of_sequence(tokens, *state, fp32),)
+
+
+def _chunkwise(tiles: tuple[int, int], *flags: bool) -> device.Kernels:
+    """The kernels of K and V of these tiles that nearly every such call takes, as of `_decoding`."""
+    normalize, sigmoid_gate, decay, half, gradients, needs_df = flags
     of_call = {"half": half, "normalize": normalize, "sigmoid_gate": sigmoid_gate, "decay": decay}
-    forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
-    of_backward = walks.instances_of(first, second, **of_call, needs_df=needs_df) if gradients else ()
+    forward = instances.mlstm_fwd(instances.mlstm_tile(*tiles), **of_call)
+    of_backward = walks.instances_of(*tiles, **of_call, needs_df=needs_df) if gradients else ()
     return instances.CHUNKWISE[decay], (forward, *of_backward)

@@ -6,6 +6,7 @@ narrow head dims there is one walk, mlstm_gradients; else there are three, whose
 """
 
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from tfla_tk import build
@@ -22,73 +23,43 @@ PART_COLUMNS = instances.MAX_DIM_QK
 Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
 
 
-class Memory(NamedTuple):
-    """What kernels of a call leave for others: prepared addresses in one allocation.
+class Options(NamedTuple):
+    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more, of a forward and of its backward.
 
-    fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head, of
-    packed sequences as many as there can be; uncut sequences have none. One walk takes no dots, state_*,
-    *_inter, anchors, workspace and tickets.
-
-    Attributes:
-        gates: of every chunk as the walks take them, [B, NH, slots].
-        log2_w, e: of every token, [B, NH, S], where the plan has rows, and of every part, [P, B, NH, S], each
-            aligned; none without normaliser, when both are 0.
-        dots: dh_t.h_t of every token where it has none, by the slices of "dv", [slices, B, NH, S]; none
-            without normaliser.
-        state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
-            [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
-        grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
-            part of V has its own of: [P, boundaries, K].
-        q_dq, q_dq_inter, k_dk, k_dk_inter: sums of q_t.dq_t and of k_t.dk_t, of every part of V and slice
-            of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
-            state that entered it, with the squares of the summands, [sums, B, NH, slots, 2].
-        anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
-            sequences.
-        flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
-            summed over its parts; slots without an anchor are not written. With one walk what it leaves of
-            each chunk's flow, [B, NH, slots, flow parts].
-        workspace: of the kernels for the gates.
-        tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32.
+    keep_states: return states for the backward as the last result. With wide head dims these are those at the
+    backward's cuts, where it will cut the sequences: then cut them the same way.
     """
 
-    gates: int
-    log2_w: int
-    e: int
-    dots: int
-    state_c: int
-    state_n: int
-    state_decay: int
-    grad_c: int
-    grad_n: int
-    grad_decay: int
-    q_dq: int
-    q_dq_inter: int
-    k_dk: int
-    k_dk_inter: int
-    anchors: int
-    flows: int
-    workspace: int
-    tickets: int
+    sigmoid_gate: bool
+    normalize: bool
+    eps: float
+    return_last_states: bool
+    return_rows: bool
+    batch_invariant: bool = False  # cut sequences by their lengths alone
+    keep_states: bool = False
+    scale: float | None = None  # of q k^T; None for K^-1/2
+    # f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and normalize
+    # False
+    decay: bool = False
+    # q, k, v and h are [B, S, NH, D], h is contiguous, gates are [B, S, NH] or what expands to that
+    heads_last: bool = False
+    sequential: bool = False  # by the kernel of `instances.mlstm_fwd` of that name, for measurements alone
+    needs_df: bool = True  # of the backward: without it di and df come back as None
+
+    def scale_of(self, dim_qk: int) -> float:
+        return dim_qk**-0.5 if self.scale is None else self.scale
 
 
 class Plan(NamedTuple):
-    """How a backward is launched.
+    """How a backward is launched. memory: what kernels of a call leave for others (`make_plan`): prepared
+    addresses in one allocation."""
 
-    Attributes:
-        e_stride: elements from a part's e to the next one's.
-        is_cut: whether there are boundaries between segments.
-        has_rows: whether e of every token is there before the walks; else the walk for dv leaves its dots.
-        flow_parts: of the flows, as `Memory` has them.
-        bytes: of the allocation.
-        memory: what it holds.
-    """
-
-    e_stride: int
-    is_cut: bool
-    has_rows: bool
-    flow_parts: int
-    bytes: int
-    memory: Memory
+    e_stride: int  # elements from a part's e to the next one's
+    is_cut: bool  # there are boundaries between segments
+    has_rows: bool  # e of every token is there before the walks; else the walk for dv leaves its dots
+    flow_parts: int  # of the flows
+    bytes: int  # of the allocation
+    memory: SimpleNamespace
 
 
 def is_narrow(dim_qk: int, dim_v: int) -> bool:
@@ -97,7 +68,6 @@ def is_narrow(dim_qk: int, dim_v: int) -> bool:
 
 
 def tile_of_both(dim_qk: int, dim_v: int) -> int:
-    """The tile of one walk."""
     return instances.tile_of(max(dim_qk, dim_v), instances.GRADIENTS_TILES)
 
 
@@ -180,31 +150,21 @@ def make_plan(
     chunk_slots: int,
     cut: Cut,
     memory_at: int,
+    options: Options,
     *,
-    normalize: bool,
-    decay: bool,
     states_given: bool,
-    batch_invariant: bool,
-    needs_df: bool,
 ) -> Plan:
-    """The plan of calls of these sizes.
-
-    Args:
-        memory_at: the prepared address of the allocation.
-        sequences: of the batch, or packed.
-        chunk_slots: per head, of what there is once per chunk.
-        normalize: whether there is a normaliser. decay: whether there is a scalar decay.
-        states_given: the forward has left the states at the boundaries: state_c and state_n are in its
-            workspace, not in this allocation, and nobody reads state_decay.
-        batch_invariant: e of every token comes from its kernel of rows, whether something is cut or not.
-        needs_df: gradients of gates are wanted.
-    """
-    kernel = build.load(instances.CHUNKWISE[decay])
+    """The plan of calls of these sizes. sequences: of the batch, or packed. chunk_slots: per head, of what
+    there is once per chunk. memory_at: the prepared address of the allocation. options: batch invariant, e of
+    every token comes from its kernel of rows, whether something is cut or not. states_given: the forward has
+    left the states at the boundaries: state_c and state_n are in its workspace, not in this allocation, and
+    nobody reads state_decay."""
+    kernel = build.load(instances.CHUNKWISE[options.decay])
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
-    narrow = is_narrow(dim_qk, dim_v)
+    narrow, normalize = is_narrow(dim_qk, dim_v), options.normalize
     own_states = 0 if states_given or narrow else boundaries
-    has_rows = normalize and (narrow or boundaries > 0 or batch_invariant)
+    has_rows = normalize and (narrow or boundaries > 0 or options.batch_invariant)
     row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
     _, tile = tiles_of(dim_qk, dim_v)
     dot_slices, _ = slices_of_dots(dim_qk, dim_v)
@@ -216,30 +176,48 @@ def make_plan(
     if narrow:
         flow_parts, flow_slots = FLOW_PARTS, chunk_slots
         inter_bytes = anchor_bytes = workspace_bytes = 0
-        sum_bytes = sum_bytes if needs_df else 0
+        sum_bytes = sum_bytes if options.needs_df else 0
     else:
         flow_parts, flow_slots = kernel.flow_parts(*of_walks), chunk_slots // ANCHOR_CHUNKS + 1
         anchor_bytes = kernel.anchor_bytes(*of_walks, chunk_slots)
         workspace_bytes = kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences)
+    # fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head,
+    # of packed sequences as many as there can be; uncut sequences have none. One walk takes no dots, state_*,
+    # *_inter, anchors, workspace and tickets
+    of_memory = {
+        # of every chunk as the walks take them, [B, NH, slots]
+        "gates": kernel.chunk_gates_bytes() * batch * heads * chunk_slots,
+        # of every token, [B, NH, S], where the plan has rows, and of every part, [P, B, NH, S], each aligned
+        "log2_w": row_bytes if has_rows else 0,
+        "e": parts * row_bytes,
+        # dh_t.h_t of every token where it has none, by the slices of "dv", [slices, B, NH, S]
+        "dots": FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0,
+        # what enters the segments of "dq", [boundaries, K, V] and [boundaries, K], and log2 of the decay over
+        # the segment that the walk leaves, [boundaries] fp64
+        "state_c": own_states * dim_qk * dim_v * FLOAT,
+        "state_n": own_states * dim_qk * FLOAT,
+        "state_decay": DOUBLE * boundaries,
+        # the same of "dk" and "dv", gradients of states. n has e in it, of which every part of V has its own:
+        # [P, boundaries, K]
+        "grad_c": boundaries * dim_qk * dim_v * FLOAT,
+        "grad_n": parts * boundaries * dim_qk * FLOAT,
+        "grad_decay": DOUBLE * boundaries,
+        # sums of q_t.dq_t and of k_t.dk_t, of every part of V and slice of K by itself: of every token,
+        # [sums, B, NH, S]; and of every chunk the part through the state that entered it, with the squares of
+        # the summands, [sums, B, NH, slots, 2]
+        "q_dq": sum_bytes,
+        "q_dq_inter": inter_bytes,
+        "k_dk": sum_bytes,
+        "k_dk_inter": inter_bytes,
+        # states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long sequences
+        "anchors": anchor_bytes,
+        # the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be summed
+        # over its parts; slots without an anchor are not written. With one walk what it leaves of each
+        # chunk's flow, [B, NH, slots, flow parts]
+        "flows": FLOAT * batch * heads * flow_slots * flow_parts,
+        "workspace": workspace_bytes,  # of the kernels for the gates
+        "tickets": 2 * INT,  # by which the CTAs of "dq" and of "dk" count themselves, [2] int32
+    }
     scratch = Scratch(memory_at)
-    memory = Memory(
-        gates=scratch.take(kernel.chunk_gates_bytes() * batch * heads * chunk_slots),
-        log2_w=scratch.take(row_bytes if has_rows else 0),
-        e=scratch.take(parts * row_bytes),
-        dots=scratch.take(FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0),
-        state_c=scratch.take(own_states * dim_qk * dim_v * FLOAT),
-        state_n=scratch.take(own_states * dim_qk * FLOAT),
-        state_decay=scratch.take(DOUBLE * boundaries),
-        grad_c=scratch.take(boundaries * dim_qk * dim_v * FLOAT),
-        grad_n=scratch.take(parts * boundaries * dim_qk * FLOAT),
-        grad_decay=scratch.take(DOUBLE * boundaries),
-        q_dq=scratch.take(sum_bytes),
-        q_dq_inter=scratch.take(inter_bytes),
-        k_dk=scratch.take(sum_bytes),
-        k_dk_inter=scratch.take(inter_bytes),
-        anchors=scratch.take(anchor_bytes),
-        flows=scratch.take(FLOAT * batch * heads * flow_slots * flow_parts),
-        workspace=scratch.take(workspace_bytes),
-        tickets=scratch.take(2 * INT),
-    )
+    memory = SimpleNamespace(**{name: scratch.take(size) for name, size in of_memory.items()})
     return Plan(row_bytes // FLOAT, boundaries > 0, has_rows, flow_parts, scratch.bytes, memory)
