@@ -9,7 +9,7 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.support import Support, together
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
-_MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
+_MOST_SEQUENCE_HEADS = 2**31 - 1  # of all heads, which the kernels count in an int
 
 
 def check_variant(variant: str | None) -> None:
@@ -64,14 +64,14 @@ def of_call(
 def of_count(heads: str, count: int) -> Support | None:
     """Why there are too many sequences of all heads, or None; packed ones may be empty. To be asked last:
     where the sizes are symbols it bounds them, which torch.export refuses."""
-    if count <= _MOST_SEQUENCES:
+    if count <= _MOST_SEQUENCE_HEADS:
         return None
-    reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
+    reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCE_HEADS:,}"
     return Support(False, reason, "split the batch or the heads")
 
 
-def tile(dim: int) -> int:
-    """The smallest power of two from 64 on that holds a head dim."""
+def power_of_two(dim: int) -> int:
+    """The smallest one from 64 on that holds a head dim: kernels are loaded by it. No tile of a kernel."""
     size = 64
     while size < dim:
         size *= 2

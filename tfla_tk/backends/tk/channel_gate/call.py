@@ -179,7 +179,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
 def kernels_for(call: LinearCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
     sizes as symbols."""
-    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    dims = refusals.power_of_two(call.dim_qk), refusals.power_of_two(call.dim_v)
     return _kernels_of, *dims, call.dtype == torch.float16, call.requires_grad
 
 

@@ -23,7 +23,10 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
 def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
     torch.compile has sizes as symbols."""
-    dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
+    dims, raw = (
+        (refusals.power_of_two(call.dim_qk), refusals.power_of_two(call.dim_v)),
+        call.qk_l2norm or call.beta_sigmoid,
+    )
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
     known = device.known_sizes(call.device, *sizes)

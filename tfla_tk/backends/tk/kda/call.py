@@ -105,7 +105,7 @@ def _of_kernels(call: KDACall, judge: Callable[..., Support]) -> Support:
 def _key(call: KDACall) -> tuple[Any, ...]:
     """The arguments of `_kernels_of`: plain numbers, the head dims alone where torch.compile has sizes as
     symbols."""
-    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    dims = refusals.power_of_two(call.dim_qk), refusals.power_of_two(call.dim_v)
     known = device.known_sizes(call.device, call.sequences, call.value_heads, call.seq)
     return dims, (call.dtype == torch.float16, call.requires_grad), known
 

@@ -94,7 +94,7 @@ def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
 def kernels_for(kernel: str, call: MLSTMCall | LinearCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
     sizes as symbols."""
-    tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    tiles = refusals.power_of_two(call.dim_qk), refusals.power_of_two(call.dim_v)
     half, gradients = call.dtype == torch.float16, call.requires_grad
     if isinstance(call, LinearCall):
         return _chunkwise, tiles, False, False, True, half, gradients, call.gate == "token"
