@@ -147,7 +147,8 @@ PYTHON = (
           "key = None if compiling or error.failed else", "key = None if compiling else",
           "tests/cpu/integrations/test_fla_or_tk.py"),
     Fault("offsets on the CPU are not compared", "tfla_tk/simple_gla.py",
-          'check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    return _path.serve(\n        "chunk_simple_gla"',
+          "check_same_offsets(cu_seqlens, cu_seqlens_cpu)\n    "
+          'return _path.serve(\n        "chunk_simple_gla"',
           'return _path.serve(\n        "chunk_simple_gla"',
           "tests/cpu/api/test_refusals.py -k 'packing or offsets'"),
     # kernels whose sources run on a CPU in their tests
