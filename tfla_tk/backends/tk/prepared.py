@@ -5,6 +5,7 @@ A prepared launch lacks nothing but where the tensors of a call begin (kernels/c
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -337,7 +338,7 @@ class Results:
 
 def are_same(tensors: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether they are the same objects: nothing had to be copied."""
-    return all(x is y for x, y in zip(tensors, others, strict=True))
+    return all(map(operator.is_, tensors, others))
 
 
 def starts(*tensors: MaybeTensor) -> list[int]:

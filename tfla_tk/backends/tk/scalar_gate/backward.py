@@ -205,8 +205,9 @@ def _describe(
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
-    turned: Any = {name: heads_last(getattr(x, name), x.v, options) for name in (*_OPERANDS, "i", "f")}
-    x, grads = x._replace(**turned), (*(heads_last(grad, x.v, options) for grad in grads[:5]), *grads[5:])
+    grads = *heads_last(grads[:5], x.v, options), *grads[5:]
+    q, k, v, h, dh, i, f = heads_last((x.q, x.k, x.v, x.h, x.dh, x.i, x.f), x.v, options)
+    x = x._replace(q=q, k=k, v=v, h=h, dh=dh, i=i, f=f)
     batch, seq, heads, dim_v = x.v.shape
     sizes, group = (batch, heads, seq, x.q.shape[3], dim_v), heads // x.k.shape[2]
     half, device, offsets = x.q.dtype == torch.float16, x.q.get_device(), x.cu_seqlens
@@ -238,8 +239,8 @@ def _describe(
     of_cut_at = at.cu_seqlens, is_64bit, sequences, *cut
     call = Call(plan, sizes, read, of_cut_at, of_one_walk, options, group, half, device)
     has_parts = grads[6] is not None and walks.parts_of(dim_v) > 1
-    operands_of_grads = (prepared.operand_at(*of) for of in zip(to[:3], grads[:3], strict=True))
-    gates_of_grads = (prepared.gate_at(*of) for of in zip(to[3:5], grads[3:5], strict=True))
+    operands_of_grads = [prepared.operand_at(*of) for of in zip(to[:3], grads[:3], strict=True)]
+    gates_of_grads = [prepared.gate_at(*of) for of in zip(to[3:5], grads[3:5], strict=True)]
     parts_at = addresses.next() if has_parts else 0
     written = Grads._make((*operands_of_grads, *gates_of_grads, *to[5:], parts_at))
     return call, written, states_given

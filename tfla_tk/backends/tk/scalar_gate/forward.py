@@ -88,7 +88,7 @@ class Forward:
         self._h_in_place = prepared.descriptor_strides(h.shape, h.stride()) is not None
         if not self._h_in_place:
             h = torch.empty(h.shape, device="meta")
-        q, k, v, h, i, f = (heads_last(x, v, options) for x in (q, k, v, h, i, f))
+        q, k, v, h, i, f = heads_last((q, k, v, h, i, f), v, options)
         batch, seq, heads, dim_v = v.shape
         key_heads, dim_qk = q.shape[2:]
         device = q.get_device()
@@ -136,7 +136,7 @@ class Forward:
         if options.keep_states and one_walk:
             count, in_left = batch * heads * state_slots(seq, cu_seqlens), prepared.Scratch(0)
             in_left.take(count * dim_qk * dim_v * q.itemsize)
-            of_units, of_norms = (in_left.take(FLOAT * count * each) for each in (1, dim_qk))
+            of_units, of_norms = [in_left.take(FLOAT * count * each) for each in (1, dim_qk)]
             self._left = Left(cut, (of_units, of_norms))
             self._left_size = -(-in_left.bytes // q.itemsize)
         self._state = (sequences, heads, dim_qk, dim_v)
@@ -212,14 +212,12 @@ class Forward:
         return row_n, row_m, _fp32(q, batch, heads, chunk_slots(seq, cu_seqlens), 2)
 
 
-def heads_last(x: MaybeTensor, v: Tensor, options: Options) -> Any:
-    """A tensor [B, S, NH, ...], from one that lies as the options say; the sizes of a gate may be fewer than
+def heads_last(tensors: Sequence[MaybeTensor], v: Tensor, options: Options) -> list[Any]:
+    """Tensors [B, S, NH, ...], from ones that lie as the options say; the sizes of a gate may be fewer than
     v's."""
-    if x is None:
-        return None
     if options.heads_last:
-        return x if x.dim() == 4 else x.expand(v.shape[:3])
-    return x.transpose(1, 2)
+        return [x if x is None or x.dim() == 4 else x.expand(v.shape[:3]) for x in tensors]
+    return [None if x is None else x.transpose(1, 2) for x in tensors]
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:
