@@ -322,7 +322,7 @@ def test_gradients_in_a_vmap_are_seen_by_the_choice(fake_tk: Any) -> None:
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if "sequence" not in name])
 def test_triton_is_left_to_calls_without_transforms(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlstm_kernels' functions have no rules for them: refused before they run, and auto goes on."""
-    monkeypatch.setattr(triton, "unusable", lambda device, missing: None)
+    monkeypatch.setattr(installation, "unusable", lambda device, missing: None)
     monkeypatch.setattr(installation, "INTERPRETED", False)
     x = {name: t.float() for name, t in draw(function).items()}
     reasons = []

@@ -51,19 +51,12 @@ def is_ours(function: Any) -> bool:
     return isinstance(function, partial) and getattr(function.func, "__module__", "") == kernels.__name__
 
 
-_FUNCTIONS: dict[tuple[bool, bool], Any] = {
-    (True, False): kernels.chunkwise,
-    (True, True): kernels.chunkwise_siging,
-    (False, False): kernels.step,
-    (False, True): kernels.step_siging,
-}
-
-
 def function_of(of_sequences: bool, sigmoid_gate: bool, backend: str) -> partial[Any]:
     """The chunkwise or the step function for a registry. Variants are the chunkwise kernels': the step has
     the name alone."""
+    name = ("chunkwise" if of_sequences else "step") + ("_siging" if sigmoid_gate else "")
     named = backend if of_sequences else dispatch.split_backend(backend)[0]
-    return partial(_FUNCTIONS[of_sequences, sigmoid_gate], backend=named)
+    return partial(getattr(kernels, name), backend=named)
 
 
 def bind(module: nn.Module, backend: str, step: Any = None) -> None:
