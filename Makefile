@@ -47,7 +47,7 @@ run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@echo "all tests: about five minutes on two cores without a GPU; make test-quick takes less than two"
+	@echo "all tests: five to ten minutes on two cores without a GPU; make test-quick takes less than two"
 	@$(PYTEST) $(ARGS)
 
 .PHONY: test-quick
