@@ -176,8 +176,8 @@ def _contests(op: str, rows: Sequence[Row]) -> str:
     problems: dict[tuple[Any, ...], dict[str, Pair]] = {}  # pairs by pass
     for pair in results.pairs(rows):
         if pair.ours is not None:
-            op, shape, which, *rest = results.problem_of(pair.shown)
-            problems.setdefault((op, shape, *rest), {})[which] = pair
+            _, shape, which, *rest = results.problem_of(pair.shown)
+            problems.setdefault((shape, *rest), {})[which] = pair
 
     def time(which: str) -> Callable[[dict[str, Pair]], str]:
         return lambda found: _ours(_ms)(found[which]) if which in found else "-"

@@ -185,7 +185,7 @@ def _linear_step(op: str) -> Compared:
         for heads, k, v, values in MODELS[op]
         for batch in BATCHES
     ]
-    layouts = ("", V_FIRST)[: 1 + (op != "delta_rule")]
+    layouts = ("",) if op == "delta_rule" else ("", V_FIRST)
     return Compared(operator, shapes, [name + layout for layout in layouts for name in ("tk", fla.VARIANT)])
 
 

@@ -68,11 +68,12 @@ template <Layout kLayout_, class State_, Decay kDecay_, Write kWrite_, int K_, i
     // Warps per multiprocessor, as many as do not spill: 24 have 80 registers per thread, 20 have 96, 16 have
     // 128, 12 have 168.
     static constexpr bool kMany = kFloats && (!kDelta || (!kByChannel && K < 256));
-    static constexpr int kWarpsOfOne = kTwoChains ? (kDelta && !kFloats ? 12 : 16)
-                                       : kMany    ? 24
-                                       : K != 96  ? 20
-                                                  : (kLayout == Layout::k_first ? 24 : 16);
-    static constexpr int kWarps = kTokens == 1 ? kWarpsOfOne : kStaged && kMany ? 20 : 16;
+    static constexpr int warps_of_one() {
+        if (kTwoChains) return kDelta && !kFloats ? 12 : 16;
+        if (kMany || (kLayout == Layout::k_first && K == 96)) return 24;
+        return K == 96 ? 16 : 20;
+    }
+    static constexpr int kWarps = kTokens == 1 ? warps_of_one() : kStaged && kMany ? 20 : 16;
     static constexpr int kCtas = kWarps * 32 / kThreads;
 };
 

@@ -45,7 +45,7 @@ template <class C> __device__ inline int tokens_of_turn(const DecodeParams& p) {
 
 // In shared memory. A warp of V-first that takes one token has v in registers.
 template <class C> struct alignas(16) Tokens {
-    static constexpr bool kChannel = C::kDecay == Decay::channel;
+    static constexpr bool kChannel = C::kByChannel;
     static constexpr bool kHasValues = C::kLayout == Layout::k_first || C::kTokens > 1;
     static constexpr int kValues = kHasValues ? C::kMostPasses * C::kSlice : 4;
     float k[C::kTokens][C::K], q[C::kTokens][C::K];  // by Part::place
@@ -61,7 +61,7 @@ __device__ inline float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)
 // two steps, since the loads of the state come in between.
 template <class C> struct RawToken {
     static constexpr int N = C::K / 32;
-    static constexpr bool kChannel = C::kDecay == Decay::channel;
+    static constexpr bool kChannel = C::kByChannel;
     static constexpr int kGates = kChannel ? N : 1;
     static constexpr bool kHasValues = Tokens<C>::kHasValues;
     static constexpr int kLoads = kHasValues ? Tokens<C>::kValues / 32 : 1;
@@ -92,7 +92,7 @@ template <class C> struct RawToken {
                     dt_bias = load_bits(p.dt_bias.data, p.dt_bias.dtype, value_head);
             }
         }
-        if constexpr (C::kWrite == Write::delta)
+        if constexpr (C::kDelta)
             beta = load_bits(p.beta.data, p.beta.dtype, start_of(p.beta, batch, token, value_head));
     }
 
@@ -109,7 +109,7 @@ template <class C> struct RawToken {
     // the state comes.
     __device__ inline float channel_decay(const DecodeParams& p, int n, int value_head, int lane) const {
         float log = number_of(g[n], p.g.dtype);
-        if (C::kWrite == Write::delta && p.gate != LogDecay::log) {
+        if (C::kDelta && p.gate != LogDecay::log) {
             auto parameter = [&](const PerHead& x, std::int64_t at) {
                 return x.data == nullptr ? 0.f : number_of(load_bits(x.data, x.dtype, at), x.dtype);
             };
@@ -158,7 +158,7 @@ template <class C> struct RawToken {
         if (lane == 0) {
             to.key_query[token] = both;
             if constexpr (!kChannel) to.decay[token] = scalar_decay(p);
-            if constexpr (C::kWrite == Write::delta) to.beta[token] = strength(p);
+            if constexpr (C::kDelta) to.beta[token] = strength(p);
         }
     }
 };
@@ -173,11 +173,11 @@ template <class C> struct Channels {
         float q[4];
         widen<float>(k, *reinterpret_cast<const float4*>(&tokens.k[t][place]));
         widen<float>(q, *reinterpret_cast<const float4*>(&tokens.q[t][place]));
-        if constexpr (C::kDecay == Decay::channel)
+        if constexpr (C::kByChannel)
             widen<float>(decay, *reinterpret_cast<const float4*>(&tokens.channel[t][place]));
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            if constexpr (C::kDecay == Decay::scalar) decay[e] = tokens.decay[t];
+            if constexpr (!C::kByChannel) decay[e] = tokens.decay[t];
             decayed_k[e] = __fmul_rn(k[e], decay[e]), decayed_q[e] = __fmul_rn(q[e], decay[e]);
         }
     }

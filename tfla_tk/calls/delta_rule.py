@@ -141,10 +141,8 @@ def check_kda(
     checks.check_tensor("g", g, 4, "[B, T, HV, K]")
     checks.check_shape("g", g, (*operands.gate_shape, operands.dim_qk), "[B, T, HV] of v and K of q")
     checks.check_device("g", g, q.device)
-    raw, safe = (
-        checks.check_bool("use_gate_in_kernel", use_gate_in_kernel),
-        checks.check_bool("safe_gate", safe_gate),
-    )
+    raw = checks.check_bool("use_gate_in_kernel", use_gate_in_kernel)
+    safe = checks.check_bool("safe_gate", safe_gate)
     bound = _check_lower_bound(lower_bound, safe) if raw else None
     of_raw = {"by_channel": True, "needs_a": bound is None} if raw else None
     of_frame: dict[str, Any] = {"v_first_in": "chunk_kda", "cu_seqlens": cu_seqlens}

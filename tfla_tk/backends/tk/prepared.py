@@ -205,10 +205,16 @@ def readable(
     return core if are_same(read, core) else read
 
 
+def parted(core: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors of a call, the last of which is cu_seqlens, and its options."""
+    count = core._fields.index("cu_seqlens") + 1
+    return core[:count], core[count:]
+
+
 def layout_of(core: Any) -> Any:
     """All that the launches of a call depend on but for addresses."""
-    count = core._fields.index("cu_seqlens") + 1
-    return laid_out(core.q, core.v, core.cu_seqlens, *core[:count]), core[count:]
+    tensors, options = parted(core)
+    return laid_out(core.q, core.v, core.cu_seqlens, *tensors), options
 
 
 class Forwards:
@@ -228,14 +234,14 @@ class Forwards:
         options = {"output_final_state": output_final_state, "keep": keep}
         key = output_final_state, keep, layout_of(read)
         forward = self._known.of(key, lambda: self._make(read, **options))
-        return forward(*read[: core._fields.index("cu_seqlens") + 1])
+        return forward(*parted(read)[0])
 
     def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
         """`run` of the tensors of all calls whose tensors lie like these."""
         options: dict[str, Any] = {"output_final_state": output_final_state, "keep": keep}
         if readable(core, self._operands) is core:
             return self._make(core, **options)
-        others = core[core._fields.index("cu_seqlens") + 1 :]
+        _, others = parted(core)
         return lambda *tensors: self.run(core._make((*tensors, *others)), **options)
 
 
@@ -247,10 +253,9 @@ def left_for(kept: Kept | None, layout: tuple[int, ...], forward: Callable[[], K
         kept = forward()
         assert kept is not None
         left = kept.tensors[0]
+    left = as_state(left)  # a hook on saved tensors may have moved it
     assert left is not None
-    # by a hook on saved tensors
-    is_moved = left.data_ptr() % ADDRESS_ALIGNMENT or not left.is_contiguous()
-    return left.clone(memory_format=torch.contiguous_format) if is_moved else left
+    return left
 
 
 class Addresses:
@@ -266,11 +271,10 @@ class Addresses:
 
 
 def number(core: Any) -> tuple[Any, Addresses]:
-    """The prepared addresses of a call's tensors, the last of which is cu_seqlens, in the place of these,
-    and what numbers further ones."""
-    addresses, count = Addresses(), core._fields.index("cu_seqlens") + 1
-    at = [addresses.next(given=x is not None) for x in core[:count]]
-    return core._make([*at, *core[count:]]), addresses
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses, (tensors, options) = Addresses(), parted(core)
+    at = [addresses.next(given=x is not None) for x in tensors]
+    return core._make([*at, *options]), addresses
 
 
 def aligned(size: int) -> int:

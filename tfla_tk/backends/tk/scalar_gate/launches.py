@@ -174,10 +174,8 @@ def _of_walk(x: Call, name: str, written: Grads, *, dots: bool = False) -> Launc
     of its values. dots: "dv" leaves dh_t.h_t."""
     m, at, (*size, dim_qk, dim_v) = x.memory, x.at, x.sizes
     values_first = *size, dim_v, dim_qk
-    anchors = (
-        m.anchors,
-        m.flows,
-    )  # the states that "dq" leaves for "dk", and the flows that "dk" makes of them
+    # the states that "dq" leaves for "dk", and the flows that "dk" makes of them
+    anchors = m.anchors, m.flows
     # queries, keys, values, the gradient, which is like these, and what its rows are multiplied with for the
     # row sums, those of the values for "dv"; sizes with the columns of the keys and of the values; c, n and
     # log2_decay for the segments that follow others in the walk
