@@ -15,6 +15,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk.prepared import gate as _gate
 from tfla_tk.backends.tk.prepared import pointer as _pointer
 from tfla_tk.build import instances
+from tfla_tk.core.layout import GATE_KINDS
 from tfla_tk.ops import mlstm as ops
 
 from .accuracy import relative_error
@@ -31,7 +32,7 @@ NO_STATE: StateGradient = (None, None, None, None)
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return build.load(instances.CHUNKWISE[False], *map(instances.mlstm_bwd_gates, (False, True)))
+    return build.load(instances.CHUNKWISE, *map(instances.mlstm_bwd_gates, (False, True)))
 
 
 class Problem(NamedTuple):
@@ -145,7 +146,7 @@ def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
         workspace.data_ptr(),
         offsets,
         (*x.i.shape, *x.dims),
-        x.chunk_m is None,
+        GATE_KINDS["sigmoid" if x.chunk_m is None else "exponential"],
         device=device,
     )
     return di, df

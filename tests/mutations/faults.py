@@ -35,7 +35,7 @@ KERNELS = (
     Fault("row behind a packed tail", "kernels/common/tile_loader.cuh",
           "zero_rows(tile, rows);", "zero_rows(tile, rows + 1);",
           f"{_GPU}scalar_decay.py::test_packed_sequences -k 'int32 and 1000'",
-          "decay_gradients_and_sums_k128_v128_bf16"),
+          "mlstm_gradients_and_sums_k128_v128_unnormalized_bf16"),
     Fault("no fence before GEMMs and TMA", "kernels/common/sync.cuh",
           'asm volatile("fence.proxy.async.shared::cta;\\n" ::: "memory");', "",
           f"{_GPU}mlstm.py::test_lengths {_GPU}delta_rule.py::test_any_length "
@@ -61,7 +61,7 @@ KERNELS = (
     Fault("deferred decay of what a row reads", "kernels/scalar_gate/gate/gates.cuh",
           "scale * exp2f(rounded_sum(m, -row) + owed.log2)", "scale * exp2f(rounded_sum(m, -row))",
           f"{_GPU}scalar_decay.py::test_gates -k 'bf16 and 128_256'",
-          "decay_fwd_k128_v256_bf16"),
+          "mlstm_fwd_k128_v256_unnormalized_bf16"),
     Fault("row of a factor, K = 256", "kernels/scalar_gate/forward/transposed/scores.cuh",
           "same_gates.inter[row + 8] * factor.y", "same_gates.inter[row] * factor.y",
           f"{_GPU}mlstm.py::test_native_head_dims -k 'exp and bf16 and 256_512'",

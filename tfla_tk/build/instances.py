@@ -32,7 +32,6 @@ RECURRENT_TOKENS = 4
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
 
-_SCALAR_DECAY = (("TFLA_SCALAR_DECAY", "1"),)
 _DTYPES = {False: "bf16", True: "fp16"}  # by whether operands are fp16
 _TYPES = {False: "kittens::bf16", True: "kittens::half"}
 _STATE_TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
@@ -72,22 +71,19 @@ class Instance:
 
 
 _SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
-_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "STATE_CHUNKS", "FLOW_PARTS")
-# the chunkwise kernels of mLSTM, and by True those with a scalar decay in the place of its gates
-CHUNKWISE = {
-    False: Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE),
-    True: Launcher("decay", *_SCALAR_GATE, _SCALAR_DECAY, _OF_SCALAR_GATE),
-}
+_OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "GATE_KINDS", "STATE_CHUNKS", "FLOW_PARTS")
+# the chunkwise kernels of mLSTM, which serve a scalar decay, too: those without normaliser
+CHUNKWISE = Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE)
 SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
 _OF_DECODING = (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES")
 DECODING = Launcher("decoding", "decode/launcher.cu", "decode/launcher.cpp", (), _OF_DECODING)
 # has the kernels of the gates' gradients, too, with a scalar decay
 _DELTA_RULE = ("delta_rule/launcher.cu", "delta_rule/bindings/launcher.cpp")
 _OF_DELTA_RULE = (
-    *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS"),
+    *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS", "GATE_KINDS"),
     *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS"),
 )
-DELTA_RULE = Launcher("delta_rule", *_DELTA_RULE, _SCALAR_DECAY, _OF_DELTA_RULE)
+DELTA_RULE = Launcher("delta_rule", *_DELTA_RULE, (), _OF_DELTA_RULE)
 _GLA = ("channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp")
 GLA = Launcher("gla", *_GLA, (), (*_EVERY, "ANCHOR_CHUNKS"))
 KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
@@ -135,7 +131,6 @@ def makes_gradients(gradients: str, tile: tuple[int, int]) -> bool:
 # by the name of a launcher: what the names of its instances begin with, where its headers lie, the namespace
 _FAMILIES = {
     "mlstm": ("mlstm", "scalar_gate", "mlstm"),
-    "decay": ("decay", "scalar_gate", "mlstm"),
     "sequential": ("sequential", "scalar_gate", "mlstm"),
     "delta_rule": ("delta", "delta_rule", "delta_rule"),
     "gla": ("gla", "channel_gate", "channel_gate"),
@@ -157,16 +152,9 @@ def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
 
-def _gate(sigmoid_gate: bool, decay: bool) -> tuple[str, str]:
-    """A short name of the gates, and their policy in C++."""
-    if decay:
-        return "decay", "ScalarDecay"
-    return ("sig", "SigmoidInput") if sigmoid_gate else ("exp", "ExponentialInput")
-
-
-def _of_tile(name: str, tile: tuple[int, int], has_normaliser: bool) -> str:
+def _of_tile(name: str, tile: tuple[int, int], normalize: bool = True) -> str:
     """A name of kernels for one tile; of those that could have a normaliser it tells where they have none."""
-    return f"{name}_k{tile[0]}_v{tile[1]}{'' if has_normaliser else '_unnormalized'}"
+    return f"{name}_k{tile[0]}_v{tile[1]}{'' if normalize else '_unnormalized'}"
 
 
 def mlstm_fwd(
@@ -174,56 +162,51 @@ def mlstm_fwd(
     half: bool,
     normalize: bool = True,
     sigmoid_gate: bool = False,
-    decay: bool = False,
     sequential: bool = False,
 ) -> Instance:
-    """The forward of mLSTM, or with a scalar decay. tile: of `mlstm_tile`. half: operands are fp16, here
-    and below. sequential: a kernel that waits for every GEMM before its next step."""
-    (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE[decay]
+    """The forward of mLSTM; without normalize also of a scalar decay. tile: of `mlstm_tile`. half: operands
+    are fp16, here and below. sequential: a kernel that waits for every GEMM before its next step."""
+    (tile_qk, slice_v), launcher = tile, SEQUENTIAL if sequential else CHUNKWISE
     of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
-    name, suffix = _of_tile("fwd", tile, True), "" if normalize or decay else "_unnormalized"
+    name = _of_tile("fwd", tile, normalize)
     if tile_qk < 256:
         kernel = f"mlstm_fwd_kernel<Config<{of_tile}>>"
-        return _instance(launcher, name + suffix, "forward/narrow/kernel.cuh", [kernel], half)
-    gate, policy = _gate(sigmoid_gate, decay)
-    kernel = f"mlstm_transposed_kernel<TransposedConfig<{of_tile}, {policy}>>"
-    return _instance(launcher, f"{name}_{gate}{suffix}", "forward/transposed/kernel.cuh", [kernel], half)
+        return _instance(launcher, name, "forward/narrow/kernel.cuh", [kernel], half)
+    stabilised = normalize and not sigmoid_gate
+    if normalize:
+        name += "_sig" if sigmoid_gate else "_exp"
+    kernel = f"mlstm_transposed_kernel<TransposedConfig<{of_tile}, {_cpp(stabilised)}>>"
+    return _instance(launcher, name, "forward/transposed/kernel.cuh", [kernel], half)
 
 
-def mlstm_fwd_states(
-    tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
-) -> Instance:
+def mlstm_fwd_states(tile: tuple[int, int], half: bool) -> Instance:
     """What sums up the states at the start of the forward's segments, where sequences are cut."""
-    kernel = f"mlstm_states_kernel<StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, {_cpp(normalize)}>>"
-    name = _of_tile("fwd_states", tile, normalize or decay)
-    return _instance(CHUNKWISE[decay], name, "forward/segment_sums.cuh", [kernel], half)
+    kernel = f"mlstm_states_kernel<StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}>>"
+    return _instance(CHUNKWISE, _of_tile("fwd_states", tile), "forward/segment_sums.cuh", [kernel], half)
 
 
-def mlstm_fwd_combine(decay: bool = False) -> Instance:
+def mlstm_fwd_combine() -> Instance:
     """What carries these states from segment to segment."""
-    kernels = [f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True))]
-    return _instance(CHUNKWISE[decay], "fwd_combine", "forward/carry.cuh", kernels)
+    return _instance(CHUNKWISE, "fwd_combine", "forward/carry.cuh", ["mlstm_combine_kernel"])
 
 
 def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance:
     """The gates of every chunk before the backward's walks, and the gradients of the gates after them."""
-    gate, policy = _gate(sigmoid_gate, decay)
+    gate, policy = ("sig", "SigmoidInput") if sigmoid_gate else ("exp", "ExponentialInput")
+    if decay:
+        gate, policy = "decay", "ScalarDecay"
     of_gate = [f"mlstm_{name}_kernel<{policy}>" for name in ("bwd_scan", "bwd_gates", "gate_gradients")]
-    name = "bwd_gates" if decay else f"bwd_gates_{gate}"
     kernels = [*of_gate, "mlstm_bwd_flows_kernel"]
-    return _instance(CHUNKWISE[decay], name, "backward/gates.cuh", kernels)
+    return _instance(CHUNKWISE, f"bwd_gates_{gate}", "backward/gates.cuh", kernels)
 
 
-def mlstm_gradients(
-    tile: int, half: bool, normalize: bool = True, sums: bool = True, decay: bool = False
-) -> Instance:
-    """The walk that makes dq, dk and dv at once; with sums it leaves those for the gates' gradients, too.
-    The tile, one of GRADIENTS_TILES, is of both head dims."""
-    normalize = normalize and not decay
-    name = _of_tile(f"gradients{'_and_sums' if sums else ''}", (tile, tile), normalize or decay)
+def mlstm_gradients(tile: int, half: bool, normalize: bool = True, sums: bool = True) -> Instance:
+    """The walk that makes dq, dk and dv at once; with sums, as always with normalize, it leaves those for the
+    gates' gradients, too. The tile, one of GRADIENTS_TILES, is of both head dims."""
+    name = _of_tile(f"gradients{'_and_sums' if sums else ''}", (tile, tile), normalize)
     config = f"GradientsConfig<{_TYPES[half]}, {tile}, {_cpp(normalize)}, {_cpp(sums)}>"
     kernel = f"mlstm_gradients_kernel<{config}>"
-    return _instance(CHUNKWISE[decay], name, "backward/gradients/kernel.cuh", [kernel], half)
+    return _instance(CHUNKWISE, name, "backward/gradients/kernel.cuh", [kernel], half)
 
 
 def mlstm_bwd_rows(half: bool) -> Instance:
@@ -231,41 +214,37 @@ def mlstm_bwd_rows(half: bool) -> Instance:
     pair = "__half2" if half else "__nv_bfloat162"
     kernels = [f"mlstm_bwd_rows_kernel<{pair}, {lanes}>" for lanes in (8, 16, 32)]
     kernels.append("mlstm_bwd_factors_kernel")
-    return _instance(CHUNKWISE[False], "bwd_rows", "backward/row_terms.cuh", kernels, half)
+    return _instance(CHUNKWISE, "bwd_rows", "backward/row_terms.cuh", kernels, half)
 
 
-def mlstm_bwd_combine(decay: bool = False) -> Instance:
+def mlstm_bwd_combine() -> Instance:
     """What carries states over the boundaries of the backward's segments."""
-    return _instance(CHUNKWISE[decay], "bwd_combine", "backward/carry.cuh", ["mlstm_bwd_combine_kernel"])
+    return _instance(CHUNKWISE, "bwd_combine", "backward/carry.cuh", ["mlstm_bwd_combine_kernel"])
 
 
-def mlstm_walk(
-    gradients: str, tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
-) -> Instance:
+def mlstm_walk(gradients: str, tile: tuple[int, int], half: bool, normalize: bool = True) -> Instance:
     """Walks of the backward, of a tile of `walk_tile`: for "dv", or "dq and dk", which share one."""
-    kernel, header = "mlstm_pass_kernel", "backward/walk/kernel.cuh"
-    return _of_walks(kernel, "walk", header, gradients, tile, half, normalize, decay)
+    name = f"walk_{gradients.replace(' and ', '_')}"
+    if gradients == "dv":  # which reads no normaliser
+        name, normalize = _of_tile(name, tile), False
+    else:
+        name = _of_tile(name, tile, normalize)
+    kernels = _of_walks("mlstm_pass_kernel", gradients, tile, half, normalize)
+    return _instance(CHUNKWISE, name, "backward/walk/kernel.cuh", kernels, half)
 
 
-def mlstm_walk_segments(
-    tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
-) -> Instance:
+def mlstm_walk_segments(tile: tuple[int, int], half: bool) -> Instance:
     """What sums up the states at the start of the segments of the walks for dq and dk, and their gradients
     at the end of the segments of one walk."""
     gradients = "dq and dk" if makes_gradients("dq and dk", tile) else "dk"
-    kernel, header = "mlstm_pass_segments_kernel", "backward/walk/segment_sums.cuh"
-    return _of_walks(kernel, "segments", header, gradients, tile, half, normalize, decay)
+    name = _of_tile(f"segments_{gradients.replace(' and ', '_')}", tile)
+    kernels = _of_walks("mlstm_pass_segments_kernel", gradients, tile, half, True)
+    return _instance(CHUNKWISE, name, "backward/walk/segment_sums.cuh", kernels, half)
 
 
-def _of_walks(
-    kernel: str, what: str, header: str, gradients: str, tile: tuple[int, int], *flags: bool
-) -> Instance:
-    half, normalize, decay = flags
-    normalize = normalize and gradients != "dv" and not decay
-    of = gradients.split(" and ")
-    name = _of_tile(f"{what}_{'_'.join(of)}", tile, normalize or decay or gradients == "dv")
+def _of_walks(kernel: str, gradients: str, tile: tuple[int, int], half: bool, normalize: bool) -> list[str]:
     config = f"PassConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, Gradient::%s, {_cpp(normalize)}>"
-    return _instance(CHUNKWISE[decay], name, header, [f"{kernel}<{config % x}>" for x in of], half)
+    return [f"{kernel}<{config % gradient}>" for gradient in gradients.split(" and ")]
 
 
 def _of_decoding(name: str, header: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Instance:
@@ -417,12 +396,9 @@ def shipped_instances() -> tuple[Instance, ...]:
     """Every instance that a call takes."""
     halves = False, True
     found: list[Instance] = []
-    for half, decay in itertools.product(halves, halves):
-        found += _scalar_gate_instances(half, decay)
-    for of_half in (_delta_instances, _gla_instances, _kda_instances):
+    for of_half in (_scalar_gate_instances, _delta_instances, _gla_instances, _kda_instances):
         found += itertools.chain(*map(of_half, halves))
-    found += map(mlstm_fwd_combine, halves)
-    found += map(mlstm_bwd_combine, halves)
+    found += [mlstm_fwd_combine(), mlstm_bwd_combine()]
     found += [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
     found += map(kernel_of, ("delta_leads", "delta_carry", "delta_strength", "delta_decay"))
     found += [mlstm_step(*states) for states in _STATES]
@@ -446,26 +422,22 @@ def shipped_launchers() -> list[Launcher]:
     return list(dict.fromkeys(instance.launcher for instance in shipped_instances()))
 
 
-def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
-    for normalize in (False,) if decay else (True, False):
-        for tile in MLSTM_TILES:
-            for sigmoid_gate in (False,) if tile[0] < 256 or decay else (False, True):
-                if normalize or sigmoid_gate or decay or tile[0] < 256:
-                    yield mlstm_fwd(tile, half, normalize, sigmoid_gate, decay)
-            yield mlstm_fwd_states(tile, half, normalize, decay)
-        for tile in WALK_TILES:
-            if tile[1] < 256:
-                if makes_gradients("dq and dk", tile):
-                    yield mlstm_walk("dq and dk", tile, half, normalize, decay)
-                yield mlstm_walk_segments(tile, half, normalize, decay)
-    yield from (mlstm_walk("dv", x, half, decay=decay) for x in WALK_TILES if makes_gradients("dv", x))
+def _scalar_gate_instances(half: bool) -> Iterator[Instance]:
+    for tile in MLSTM_TILES:
+        yield mlstm_fwd_states(tile, half)
+        yield from (mlstm_fwd(tile, half, normalize) for normalize in (True, False))
+        if tile[0] == 256:
+            yield mlstm_fwd(tile, half, sigmoid_gate=True)
+    for tile in WALK_TILES:
+        if tile[1] < 256:
+            yield mlstm_walk_segments(tile, half)
+        for gradients, normalize in (("dv", True), ("dq and dk", True), ("dq and dk", False)):
+            if makes_gradients(gradients, tile) and (gradients == "dv" or tile[1] < 256):
+                yield mlstm_walk(gradients, tile, half, normalize)
     for of_both in GRADIENTS_TILES:
-        if decay:
-            yield from (mlstm_gradients(of_both, half, sums=sums, decay=True) for sums in (False, True))
-        else:
-            yield from (mlstm_gradients(of_both, half, normalize) for normalize in (True, False))
-    if not decay:
-        yield mlstm_bwd_rows(half)
+        kinds = (True, True), (False, True), (False, False)
+        yield from (mlstm_gradients(of_both, half, normalize, sums) for normalize, sums in kinds)
+    yield mlstm_bwd_rows(half)
 
 
 def _delta_instances(half: bool) -> Iterator[Instance]:
@@ -506,8 +478,8 @@ def _kda_instances(half: bool) -> Iterator[Instance]:
 # What Python and the kernels must agree on: what a launcher tells of it is compared when it is loaded
 _OF_LAYOUT = (
     *("CHUNK", "ANCHOR_CHUNKS", "STATE_CHUNKS", "FLOW_PARTS", "DELTA_ANCHOR_CHUNKS", "SEGMENT_CHUNKS"),
-    *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS", "GRADIENTS", "ADDRESS_BITS"),
-    "MAX_SLICES",
+    *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS", "GRADIENTS", "GATE_KINDS"),
+    *("ADDRESS_BITS", "MAX_SLICES"),
 )
 EXPECTED: dict[str, Any] = {
     **{name: getattr(layout, name) for name in _OF_LAYOUT},

@@ -16,6 +16,7 @@ DELTA_SLICE_COLUMNS = 128  # of V, of a CTA of the delta rule's walks for dq and
 DELTA_DECAY_CHUNKS = 8  # of a CTA of the kernel that makes dg
 DELTA_KEYS_WARPS = 4  # of a CTA of the one walk that makes dq, dk and dv: those that make dq and dk
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
+GATE_KINDS = {"exponential": 0, "sigmoid": 1, "decay": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of kernels' instances
 MAX_SLICES = 16  # of V in decoding, each a CTA

@@ -87,7 +87,7 @@ std::int64_t chunk_gates_bytes() { return sizeof(ChunkGates); }
 
 void mlstm_bwd_scan(const MlstmBwdScanParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_scan");
-    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_scan<P>(params, stream); });
+    with_gate(params.gate_kind, [&]<class P>(P) { mlstm::run_scan<P>(params, stream); });
 }
 
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
@@ -113,7 +113,7 @@ void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
 
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_gates");
-    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_gates<P>(params, stream); });
+    with_gate(params.gate_kind, [&]<class P>(P) { mlstm::run_gates<P>(params, stream); });
 }
 
 }  // namespace tfla_tk

@@ -1,4 +1,4 @@
-// What Python calls of the launcher of mLSTM's chunkwise kernels, or of those for a scalar decay.
+// What Python calls of the launcher of the chunkwise kernels with one decay per token and head.
 #include "scalar_gate/bindings/backward.h"
 #include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/params_walk.h"

@@ -11,6 +11,12 @@
 
 namespace tfla_tk {
 
+// The two gates of a call; their policies: gate/policy.cuh.
+enum class GateKind : int { exponential = 0, sigmoid = 1, decay = 2 };
+
+// Whether weights are relative to a running maximum of the gates, m.
+constexpr bool is_stabilised(GateKind kind) { return kind == GateKind::exponential; }
+
 // The state of every (sequence, head): [N, H, K, V], [N, H, K], [N, H], contiguous; null where there is none.
 struct State {
     float *c, *n, *m;
@@ -79,7 +85,7 @@ struct MlstmFwdWalk {
     int group;             // heads of v that share one head of q and k, which have heads / group heads
     int tile_qk, slice_v;  // of the kernel: the smallest tile that holds K; columns of V of a CTA
     bool half;             // operands are fp16, not bf16
-    bool sigmoid_gate;
+    GateKind gate_kind;
     bool normalize;
     int device;
 };
@@ -99,8 +105,7 @@ struct MlstmFwdParams {
         visit(q, walk.k, walk.v, h, walk.i, walk.f, walk.initial, last, row_n, row_m, chunk_m, left);
         visit(walk.cut, walk.workspace, walk.batch, walk.heads, walk.seq, walk.dim_qk, walk.dim_v,
               walk.group);
-        visit(walk.tile_qk, walk.slice_v, scale, eps, walk.half, walk.sigmoid_gate, walk.normalize,
-              walk.device);
+        visit(walk.tile_qk, walk.slice_v, scale, eps, walk.half, walk.gate_kind, walk.normalize, walk.device);
     }
 };
 

@@ -43,11 +43,11 @@ struct MlstmBwdScanParams {
     Offsets offsets;
     int batch, heads, seq;
     float scale;  // of q k^T
-    bool sigmoid_gate;
+    GateKind gate_kind;
     int device;
 
     template <class Visit> void fields(Visit& visit) {
-        visit(i, f, norms, chunk_m, gates, tickets, offsets, batch, heads, seq, scale, sigmoid_gate, device);
+        visit(i, f, norms, chunk_m, gates, tickets, offsets, batch, heads, seq, scale, gate_kind, device);
     }
 };
 
@@ -136,12 +136,12 @@ struct MlstmBwdGatesParams {
     void* workspace;              // of mlstm_bwd_gates_workspace_bytes
     Offsets offsets;
     int batch, heads, seq, dim_qk, dim_v;
-    bool sigmoid_gate;
+    GateKind gate_kind;
     int device;
 
     template <class Visit> void fields(Visit& visit) {
         visit(q_dq, k_dk, anchors, i, f, di, df, chunk_m, initial, last, workspace);
-        visit(offsets, batch, heads, seq, dim_qk, dim_v, sigmoid_gate, device);
+        visit(offsets, batch, heads, seq, dim_qk, dim_v, gate_kind, device);
     }
 };
 
@@ -186,12 +186,11 @@ struct MlstmGateGradientsParams {
     const float* chunk_m;  // [B, H, chunk_slots, 2], from the forward; null for gates that are not stabilised
     Offsets offsets;
     int batch, heads, seq;
-    bool sigmoid_gate;
+    GateKind gate_kind;
     int device;
 
     template <class Visit> void fields(Visit& visit) {
-        visit(q_dq, k_dk, flows, parts, i, f, di, df, chunk_m, offsets, batch, heads, seq, sigmoid_gate,
-              device);
+        visit(q_dq, k_dk, flows, parts, i, f, di, df, chunk_m, offsets, batch, heads, seq, gate_kind, device);
     }
 };
 

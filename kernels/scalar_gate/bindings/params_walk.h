@@ -41,11 +41,9 @@ struct MlstmSegmentsParams {
     const float* log2_w;   // [B, H, S]; null without normaliser: zero
     const float* chunk_m;  // [B, H, chunk_slots, 2]; null for gates that are not stabilised
     float scale;           // of q k^T
-    bool sigmoid_gate;
+    GateKind gate_kind;
 
-    template <class Visit> void fields(Visit& visit) {
-        visit(walk, i, f, log2_w, chunk_m, scale, sigmoid_gate);
-    }
+    template <class Visit> void fields(Visit& visit) { visit(walk, i, f, log2_w, chunk_m, scale, gate_kind); }
 };
 
 struct MlstmPassParams {

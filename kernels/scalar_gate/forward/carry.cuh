@@ -11,12 +11,11 @@ namespace tfla_tk::mlstm {
 //   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
 // One thread carries 4 elements of one head through all segments of a sequence. Grid: x the heads of the
 // sequences that find_carried finds, y blocks of elements.
-template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
     const __grid_constant__ FwdWalkGlobals g) {
     TFLA_DEVICE_CODE {
         const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
-        const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
+        const int64_t all = state_size + g.dim_qk;  // elements of C, then of n
         const int head = blockIdx.x % g.heads;
         const auto [sequence, boundaries, first_slot] = find_carried(g.cut, g.seq, blockIdx.x / g.heads);
         const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
@@ -40,7 +39,7 @@ __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
             [&](int step) { return g.workspace.gates[slot(step)]; },
             [&](int step, double2 gates) {
                 const double arrives = m * kLog2eDouble + gates.x;
-                if (!g.sigmoid_gate) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
+                if (is_stabilised(g.gate_kind)) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
                 if (element == 0) g.workspace.arriving.m[slot(step)] = m;
                 // relative to the rounded m that is stored, so that its rounding is no error
                 return float2{exp2_of(arrives - m * kLog2eDouble), exp2_of(gates.y - m * kLog2eDouble)};

@@ -37,22 +37,21 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             0,
-            p.sigmoid_gate};
+            p.gate_kind};
 }
 
 // Of the kernels that walk segments.
 std::int64_t ctas_of(const FwdWalkGlobals& g) { return std::int64_t{g.cut.segments} * g.heads * g.slices; }
 
-template <class T, int kDimQK, int kSliceV, bool kNormalize>
-void run_states(const MlstmFwdWalk& p, void* stream) {
-    using C = StatesConfig<T, kDimQK, kSliceV, kNormalize>;
+template <class T, int kDimQK, int kSliceV> void run_states(const MlstmFwdWalk& p, void* stream) {
+    using C = StatesConfig<T, kDimQK, kSliceV>;
     const DeviceGuard guard(p.device, "mlstm_states");
     const FwdWalkGlobals g = fwd_walk_globals(p);
     launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas_of(g), C::kThreads, p.device, stream,
                                                             "mlstm_states");
     const dim3 grid = grid_of(std::int64_t{carrying_ctas(p.cut)} * p.heads,
                               parts_of(p.dim_qk * (p.dim_v + 1), 4 * kCombineThreads), "mlstm_combine");
-    launch<mlstm_combine_kernel<kNormalize>>(g, grid, kCombineThreads, p.device, stream, "mlstm_combine");
+    launch<mlstm_combine_kernel>(g, grid, kCombineThreads, p.device, stream, "mlstm_combine");
 }
 
 template <class T, int kDimQK, int kSliceV, bool kNormalize>
@@ -92,15 +91,14 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
         launch<kKernel, kSharedBytes>(g, ctas_of(g), threads, walk.device, stream, "mlstm_fwd", cluster);
     };
     if constexpr (kDimQK == 256) {  // transposed/kernel.cuh
-        with_gate(g.sigmoid_gate, [&]<class P>(P) {
-            if constexpr (kNormalize || !P::kStabilised) {
-                using C = TransposedConfig<T, kDimQK, kSliceV, kNormalize, P>;
-                start.template operator()<mlstm_transposed_kernel<C>, sizeof(TransposedMemory<C>)>(
-                    C::kThreads, C::cluster(g.slices));
-            } else {
-                throw std::runtime_error("mlstm_fwd: the exponential gate comes with a normaliser");
-            }
-        });
+        auto run = [&]<bool kStabilised>() {
+            using C = TransposedConfig<T, kDimQK, kSliceV, kNormalize, kStabilised>;
+            start.template operator()<mlstm_transposed_kernel<C>, sizeof(TransposedMemory<C>)>(
+                C::kThreads, C::cluster(g.slices));
+        };
+        if constexpr (kNormalize)
+            if (is_stabilised(g.gate_kind)) return run.template operator()<true>();
+        run.template operator()<false>();
     } else {
         using C = Config<T, kDimQK, kSliceV, kNormalize>;
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
@@ -130,19 +128,16 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
 
 void mlstm_fwd(const MlstmFwdParams& p, void* stream) {
     const MlstmFwdWalk& walk = p.walk;
-    auto run = [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
-        if (walk.cut.segments > walk.cut.sequences)
-            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(walk, stream);
-        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(p, stream);
-    };
+    if (walk.gate_kind == (walk.normalize ? GateKind::decay : GateKind::exponential))
+        throw std::runtime_error("mlstm_fwd: the exponential gate has a normaliser, a scalar decay has none");
     with_type_and_tiles(walk.half, walk.tile_qk, walk.slice_v, "mlstm_fwd",
                         [&]<class T, int kDimQK, int kSliceV>() {
-                            if (!walk.normalize)
-                                run.template operator()<T, kDimQK, kSliceV, false>();
-                            else if constexpr (kMayNormalize)
-                                run.template operator()<T, kDimQK, kSliceV, true>();
+                            if (walk.cut.segments > walk.cut.sequences)
+                                mlstm::run_states<T, kDimQK, kSliceV>(walk, stream);
+                            if (walk.normalize)
+                                mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, true>(p, stream);
                             else
-                                throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
+                                mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, false>(p, stream);
                         });
 }
 

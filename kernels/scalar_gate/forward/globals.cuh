@@ -61,7 +61,7 @@ struct FwdWalkGlobals {
     int group;        // heads that share one of q and k
     int chunk_slots;  // of chunk_m
     int state_slots;  // of the states for the backward; 0: not wanted
-    bool sigmoid_gate;
+    GateKind gate_kind;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };

@@ -54,11 +54,11 @@ template <class C, class Stores>
 __device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, float2 unit, int row,
                                     float2 sums, Stores stores) {
     const float2 one{1.f, 1.f};
-    float2 factor = g.sigmoid_gate ? unit : one;
+    float2 factor = is_stabilised(g.gate_kind) ? one : unit;
     if constexpr (C::kNormalize) {
         const float2 d{factor.x * sums.x, factor.y * sums.y};
         if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d, stores);
-        const float2 floor = g.sigmoid_gate ? one : unit;
+        const float2 floor = is_stabilised(g.gate_kind) ? unit : one;
         factor.x /= row_normaliser(d.x, floor.x, g.eps);
         factor.y /= row_normaliser(d.y, floor.y, g.eps);
     }

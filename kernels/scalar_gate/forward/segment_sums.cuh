@@ -13,10 +13,9 @@
 
 namespace tfla_tk::mlstm {
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesConfig {
+template <class T_, int kDimQK_, int kSliceV_> struct StatesConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_, kSliceV = kSliceV_;
-    static constexpr bool kNormalize = kNormalize_;
     static constexpr int kStages = 4;
 
     // Warpgroup 0 is the producer: warp 0 loads tiles, the other three scan every third chunk's gates each.
@@ -183,7 +182,7 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
         store_state(g.workspace.arriving.c + slot * g.dim_qk * g.dim_v, tile, warp_row + 64 * block,
                     task.column + index * C::kTileV, g.dim_qk, g.dim_v, g.dim_v);
     });
-    if (!C::kNormalize || task.column != 0) return;
+    if (task.column != 0) return;
     float* n = g.workspace.arriving.n + slot * g.dim_qk;
 #pragma unroll
     for (int block = 0; block < kBlocks; block++) {
@@ -209,11 +208,10 @@ __global__ __launch_bounds__(C::kThreads,
             if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
             const int warp = warpgroup::warpid();
             if (warp == 0 && laneid() == 0) load_backward(g, smem);
-            if (warp > 0)
-                with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_backward<C, P>(g, smem, warp - 1); });
+            if (warp > 0) with_gate(g.gate_kind, [&]<class P>(P) { scan_backward<C, P>(g, smem, warp - 1); });
         } else {
             if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
-            with_gate(g.sigmoid_gate, [&]<class P>(P) { sum_gates<C, P>(g, smem); });
+            with_gate(g.gate_kind, [&]<class P>(P) { sum_gates<C, P>(g, smem); });
             sum_states(g, smem, warpgroup_id - 1);
         }
     }

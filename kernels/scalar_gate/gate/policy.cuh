@@ -12,6 +12,7 @@
 
 #include "common/float_pair.cuh"
 #include "kittens.cuh"
+#include "scalar_gate/bindings/params.h"
 #include "sequence/log_gates.cuh"
 
 namespace tfla_tk {
@@ -78,19 +79,23 @@ struct ScalarDecay {
     template <class Load> __device__ static inline auto input(Load load) { return decltype(load(0.f)){}; }
 };
 
-// Calls run(policy) with the gate policy. Modules for scalar decay contain that policy alone and no
-// normaliser; those for mLSTM contain both of its policies and choose by the call.
-#ifdef TFLA_SCALAR_DECAY
-constexpr bool kMayNormalize = false;
-template <class Run> __host__ __device__ inline void with_gate(bool, Run run) { run(ScalarDecay{}); }
-#else
-constexpr bool kMayNormalize = true;
-template <class Run> __host__ __device__ inline void with_gate(bool sigmoid_gate, Run run) {
-    if (sigmoid_gate)
+// Calls run(policy) with the policy of a call's gates.
+template <class Run> __host__ __device__ inline void with_gate(GateKind kind, Run run) {
+    if (kind == GateKind::exponential)
+        run(ExponentialInput{});
+    else if (kind == GateKind::sigmoid)
         run(SigmoidInput{});
     else
-        run(ExponentialInput{});
+        run(ScalarDecay{});
 }
-#endif
+
+// The same of a kernel with or without a normaliser: the exponential gate always comes with one, a scalar
+// decay never.
+template <bool kNormalize, class Run> __device__ inline void with_gate_of_kernel(GateKind kind, Run run) {
+    if (kind == GateKind::sigmoid)
+        run(SigmoidInput{});
+    else
+        run(std::conditional_t<kNormalize, ExponentialInput, ScalarDecay>{});
+}
 
 }  // namespace tfla_tk

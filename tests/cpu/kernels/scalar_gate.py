@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, FLOW_PARTS, GRADIENTS, STATE_CHUNKS
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, FLOW_PARTS, GATE_KINDS, GRADIENTS, STATE_CHUNKS
 
 from .stand_in import Kernels, bounds_of, floats_at, gate_at, offsets_at, operand_at, slots_of, tensor_at
 
@@ -43,16 +43,16 @@ class ScalarGate(Kernels):
     ARGUMENTS: ClassVar = {
         "forward": (
             *("q", "k", "v", "h", "i", "f", "states", "rows", "left", "cut", "workspace", "sizes"),
-            *("group", "tile", "scale", "eps", "half", "sigmoid_gate", "normalize", "device"),
+            *("group", "tile", "scale", "eps", "half", "gate_kind", "normalize", "device"),
         ),
         "mlstm_bwd_scan": (
             *("i", "f", "rows", "chunk_m", "gates", "tickets", "cut", "sizes", "scale"),
-            *("sigmoid_gate", "device"),
+            *("gate_kind", "device"),
         ),
         "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "half", "device"),
         "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "device"),
         "mlstm_bwd_combine": ("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device"),
-        "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "sigmoid_gate"),
+        "segments": ("of_walk", "i", "f", "log2_w", "chunk_m", "scale", "gate_kind"),
         "walk": (
             *("of_walk", "gates", "queries", "out", "factor", "entering", "leaving", "sums", "anchors"),
             "ticket",
@@ -62,11 +62,11 @@ class ScalarGate(Kernels):
             *("dq", "dk", "dv", "sums", "cut", "sizes", "group", "tile", "half", "device"),
         ),
         "gate_gradients": (
-            *("sums", "parts", "i", "f", "di", "df", "chunk_m", "cut", "sizes", "sigmoid_gate", "device"),
+            *("sums", "parts", "i", "f", "di", "df", "chunk_m", "cut", "sizes", "gate_kind", "device"),
         ),
         "mlstm_bwd_gates": (
             *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-            *("cut", "sizes", "sigmoid_gate", "device"),
+            *("cut", "sizes", "gate_kind", "device"),
         ),
     }
 
@@ -377,10 +377,11 @@ class ScalarGate(Kernels):
         parts: int,
     ) -> Any:
         """By the reference. The rows of the forward and e are compared with what launches were given."""
-        x.sigmoid_gate, x.scale, *_, x.eps = scan.sigmoid_gate, scan.scale, *scan.rows
+        x.gate_kind, x.scale, *_, x.eps = scan.gate_kind, scan.scale, *scan.rows
         x.normalize = x.e != 0
         offsets = offsets_at(x.cut)
         if inputs.i is None:
+            assert x.gate_kind == GATE_KINDS["decay"]
             tensors = (y.transpose(1, 2) for y in (inputs.q, inputs.k, inputs.v, inputs.f, dh))
             found = reference.simple_gla_backward(
                 *tensors, dc, scale=scan.scale, initial_state=inputs.c, cu_seqlens=offsets
@@ -396,11 +397,9 @@ class ScalarGate(Kernels):
             given = [floats_at(x.e + FLOAT * x.e_stride * part, *scan.sizes) for part in range(parts)]
             wanted = (dh.float() * h.float()).sum(-1)
             torch.testing.assert_close(torch.stack(given).sum(0), wanted, rtol=1e-2, atol=0.5)
-        options = x.sigmoid_gate, x.normalize, x.eps
-        grads = reference.mlstm_backward(
-            *inputs, dh, dc, dn, x.eps, sigmoid_gate=x.sigmoid_gate, normalize=x.normalize, cu_seqlens=offsets
-        )
-        assert options[0] == (scan.chunk_m == 0)
+        of_gates = {"sigmoid_gate": x.gate_kind == GATE_KINDS["sigmoid"], "normalize": x.normalize}
+        grads = reference.mlstm_backward(*inputs, dh, dc, dn, x.eps, **of_gates, cu_seqlens=offsets)
+        assert of_gates["sigmoid_gate"] == (scan.chunk_m == 0)
         self._found = grads.i, grads.f
         self._ends = [(inputs.c, grads.c_initial, inputs.n, grads.n_initial), (c, dc, n, dn)]
         return grads
@@ -497,7 +496,7 @@ def forward_of(x: Inputs, of: SimpleNamespace) -> list[Any]:
         )
         return [o.transpose(1, 2), c, *[None] * 5]
     assert of.scale == x.q.shape[-1] ** -0.5
-    options = of.sigmoid_gate, of.normalize, of.eps, True, True
+    options = of.gate_kind == GATE_KINDS["sigmoid"], of.normalize, of.eps, True, True
     return [*torch.ops.tfla_tk.mlstm_fwd(*x, offsets, *options)]
 
 

@@ -150,16 +150,16 @@ def test_decoding(after: torch.dtype, tokens: tuple[int, ...], compared: Compare
 # A launcher and the instances of it
 
 _ROWS = [mlstm_bwd_rows(half) for half in (False, True)]  # of a normaliser
+_GATES = [mlstm_bwd_gates(), mlstm_bwd_gates(sigmoid_gate=True), mlstm_bwd_gates(decay=True)]
 # what launchers may launch beside the kernels of their own instances: their sources have it, too
 OTHERS: dict[Launcher, list[Instance]] = {
-    CHUNKWISE[True]: _ROWS,
-    DELTA_RULE: [*_ROWS, mlstm_bwd_gates(decay=True), mlstm_bwd_combine(True)],
-    SEQUENTIAL: [x for x in build.all_instances() if x.launcher == CHUNKWISE[False]],
+    DELTA_RULE: [*_ROWS, *_GATES, mlstm_bwd_combine()],
+    SEQUENTIAL: [x for x in build.all_instances() if x.launcher == CHUNKWISE],
 }
 
 
 @pytest.mark.parametrize(
-    "launcher", [*CHUNKWISE.values(), SEQUENTIAL, DECODING, DELTA_RULE, GLA, KDA], ids=lambda x: x.name
+    "launcher", [CHUNKWISE, SEQUENTIAL, DECODING, DELTA_RULE, GLA, KDA], ids=lambda x: x.name
 )
 def test_all_that_a_launcher_may_launch_is_in_some_instance(
     launcher: Launcher, recorded: Callable[[Launcher], RecordedLauncher]

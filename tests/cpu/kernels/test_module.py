@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.build import Launcher
-from tfla_tk.build.instances import CHUNKWISE
+from tfla_tk.build.instances import CHUNKWISE, DELTA_RULE
 from tfla_tk.core.layout import ADDRESS_BITS
 
 Load = Callable[[Launcher], ModuleType]
@@ -24,7 +24,7 @@ without_driver = pytest.mark.skipif(torch.cuda.is_available(), reason="the launc
 
 @pytest.fixture
 def module(load_once: Load) -> ModuleType:
-    return load_once(CHUNKWISE[False])
+    return load_once(CHUNKWISE)
 
 
 def forward_arguments(segments: int = 1) -> list[Any]:
@@ -98,12 +98,11 @@ def test_launches_outlive_what_they_are_made_of(module: ModuleType) -> None:
 @without_driver
 def test_launchers_side_by_side(module: ModuleType, load_once: Load) -> None:
     """Each has functions of its own, compiled from the same sources; launches of both go in one row."""
-    decay = load_once(CHUNKWISE[True])
-    assert decay.forward is not module.forward and decay.CHUNK == module.CHUNK == 64
+    delta = load_once(DELTA_RULE)
+    assert delta.forward is not module.forward and delta.CHUNK == module.CHUNK == 64
     rows = ((AT, 64, 1, 1), (AT, 0, 1e-6), (0, AT, 64), 64, 0)
-    for launchers in ((module, decay), (decay, module)):
-        first, second = launchers
-        launches = [first.mlstm_bwd_factors(*rows), second.forward(*forward_arguments())]
+    for launchers in ((module, delta), (delta, module)):
+        launches = [launcher.mlstm_bwd_factors(*rows) for launcher in launchers]
         with pytest.raises(RuntimeError, match=f"mlstm_bwd_factors: {NO_DRIVER}"):
             build.launches(launches)([16], 0)
 

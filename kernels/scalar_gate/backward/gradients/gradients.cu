@@ -69,27 +69,22 @@ namespace tfla_tk {
 void mlstm_gradients(const MlstmGradientsParams& p, void* stream) {
     if (std::max(p.dim_qk, p.dim_v) > p.tile)
         throw std::runtime_error("mlstm_gradients: the tile does not hold the head dims");
-    // NOTES: in a template, since elsewhere if constexpr would compile what it leaves out
     with_type(p.half, [&]<class T>() {
         auto run = [&]<bool kNormalizer, bool kSums>() {
             with_tile<64, 128>(p.tile, "mlstm_gradients", [&]<int kTile>() {
                 mlstm::launch_gradients<mlstm::GradientsConfig<T, kTile, kNormalizer, kSums>>(p, stream);
             });
         };
-        if constexpr (kMayNormalize) {
-            if (!p.flows)
-                throw std::runtime_error("mlstm_gradients: the gradients of gates are always wanted");
-            p.e ? run.template operator()<true, true>() : run.template operator()<false, true>();
-        } else {
-            if (p.e) throw std::runtime_error("mlstm_gradients: a scalar decay has no normaliser");
-            p.flows ? run.template operator()<false, true>() : run.template operator()<false, false>();
-        }
+        if (p.flows)
+            return p.e ? run.template operator()<true, true>() : run.template operator()<false, true>();
+        if (p.e) throw std::runtime_error("mlstm_gradients: with a normaliser sums are always made");
+        run.template operator()<false, false>();
     });
 }
 
 void mlstm_gate_gradients(const MlstmGateGradientsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_gate_gradients");
-    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_gate_gradients<P>(params, stream); });
+    with_gate(params.gate_kind, [&]<class P>(P) { mlstm::run_gate_gradients<P>(params, stream); });
 }
 
 }  // namespace tfla_tk

@@ -29,7 +29,7 @@ struct SegmentsGlobals : WalkGlobals {
     const float* log2_w;
     const float* chunk_m;
     float scale;
-    bool sigmoid_gate;
+    GateKind gate_kind;
 };
 
 // Bounds over the tokens of a segment; one warp's part.
@@ -244,10 +244,10 @@ __global__ __launch_bounds__(C::kThreads,
             if (warp == 0)
                 load_segment(g, smem);
             else
-                with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_segment<C, P>(g, smem, warp - 1); });
+                with_gate(g.gate_kind, [&]<class P>(P) { scan_segment<C, P>(g, smem, warp - 1); });
         } else if (warpgroup_id == 1) {
             set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
-            with_gate(g.sigmoid_gate, [&]<class P>(P) { find_bounds<C, P>(g, smem); });
+            with_gate(g.gate_kind, [&]<class P>(P) { find_bounds<C, P>(g, smem); });
         } else {
             set_registers<kSegmentRegisters.state, C::kThreads, 1>();
             sum_segment(g, smem, warpgroup_id - 2);

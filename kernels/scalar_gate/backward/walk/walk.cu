@@ -8,8 +8,8 @@
 
 namespace tfla_tk::mlstm {
 
-// Calls run<C>() with the config of a walk, by its tile, its operands' type, and whether it has a normaliser.
-template <class Run> void with_config(const PassWalk& p, Run run) {
+// Calls run<C>() with the config of a walk, by its tile, its operands' type, and whether n takes part.
+template <class Run> void with_config(const PassWalk& p, bool normalizer, Run run) {
     with_type_and_tiles(p.half, p.tile_keys, p.slice, "mlstm_pass", [&]<class T, int kDimKeys, int kSlice>() {
         if (p.gradient == Gradient::dv)
             return run.template operator()<PassConfig<T, kDimKeys, kSlice, Gradient::dv, false>>();
@@ -19,9 +19,8 @@ template <class Run> void with_config(const PassWalk& p, Run run) {
                 : run.template operator()<PassConfig<T, kDimKeys, kSlice, Gradient::dk, kNormalizer>>();
         };
         if constexpr (segments_serve(kDimKeys, kSlice, Gradient::dk)) {
-            if (p.e == nullptr) return with_normalizer.template operator()<false>();
-            if constexpr (kMayNormalize) return with_normalizer.template operator()<true>();
-            throw std::runtime_error("mlstm_pass: a scalar decay has no normaliser");
+            return normalizer ? with_normalizer.template operator()<true>()
+                              : with_normalizer.template operator()<false>();
         }
         throw std::runtime_error("mlstm_pass: slices of 256 columns are dv's alone");
     });
@@ -107,7 +106,7 @@ template <class C> void launch_walk(const MlstmPassParams& p, void* stream) {
 template <class C> void launch_segments(const MlstmSegmentsParams& p, void* stream) {
     const int device = p.walk.device;
     const DeviceGuard guard(device, "mlstm_pass_segments");
-    const SegmentsGlobals g{walk_globals<C>(p.walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
+    const SegmentsGlobals g{walk_globals<C>(p.walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.gate_kind};
     launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(g, ctas_of(g), C::kThreads, device,
                                                                      stream, "mlstm_pass_segments");
 }
@@ -119,7 +118,7 @@ namespace tfla_tk {
 std::int64_t pass_anchor_bytes(const PassSizes& x, int slots) {
     const PassWalk walk = mlstm::walk_of(x);
     std::int64_t bytes = 0;
-    mlstm::with_config(walk, [&]<class C>() { bytes = C::kAnchorBytes; });
+    mlstm::with_config(walk, false, [&]<class C>() { bytes = C::kAnchorBytes; });
     return static_cast<std::int64_t>(x.batch) * x.heads * anchor_slots(slots) * mlstm::shares(walk) *
            mlstm::slices(walk) * bytes;
 }
@@ -127,12 +126,12 @@ std::int64_t pass_anchor_bytes(const PassSizes& x, int slots) {
 int pass_flow_parts(const PassSizes& x) {
     const PassWalk walk = mlstm::walk_of(x);
     int warps = 0;
-    mlstm::with_config(walk, [&]<class C>() { warps = C::kStateWarps; });
+    mlstm::with_config(walk, false, [&]<class C>() { warps = C::kStateWarps; });
     return mlstm::shares(walk) * mlstm::slices(walk) * warps;
 }
 
 void mlstm_pass(const MlstmPassParams& p, void* stream) {
-    mlstm::with_config(p.walk, [&]<class C>() {
+    mlstm::with_config(p.walk, p.walk.e != nullptr, [&]<class C>() {
         if constexpr (mlstm::pass_serves(C::kDimKeys, C::kSlice, C::kGradient))
             mlstm::launch_walk<C>(p, stream);
         else
@@ -141,8 +140,9 @@ void mlstm_pass(const MlstmPassParams& p, void* stream) {
 }
 
 void mlstm_pass_segments(const MlstmSegmentsParams& p, void* stream) {
-    mlstm::with_config(p.walk, [&]<class C>() {
-        if constexpr (mlstm::segments_serve(C::kDimKeys, C::kSlice, C::kGradient))
+    // sums of n are always made; they are stored where there is a place for them
+    mlstm::with_config(p.walk, true, [&]<class C>() {
+        if constexpr (C::kNormalizer && mlstm::segments_serve(C::kDimKeys, C::kSlice, C::kGradient))
             mlstm::launch_segments<C>(p, stream);
         else
             throw std::runtime_error("mlstm_pass_segments: no such sums");

@@ -39,7 +39,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
             if (warp == 0)
                 load_tiles(g, smem);
             else if (warp == 1)
-                with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_gates<C, P>(g, smem); });
+                with_gate_of_kernel<C::kNormalize>(g.gate_kind,
+                                                   [&]<class P>(P) { scan_gates<C, P>(g, smem); });
             else if (C::kNormalize && warp == 2)
                 carry_norm(g, smem);
             else if constexpr (C::kPasses == 1)

@@ -21,14 +21,15 @@ struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_> struct TransposedConfig {
+// kStabilised: the exponential gate; else the sigmoid one or without a normaliser a scalar decay.
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, bool kStabilised_> struct TransposedConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
-    using Gate = Gate_;  // a policy of gate/policy.cuh
+    static constexpr bool kStabilised = kStabilised_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
-    static_assert(kNormalize || !Gate::kStabilised, "a stabilised gate comes with a normaliser");
+    static_assert(kNormalize || !kStabilised, "a stabilised gate comes with a normaliser");
 
     // Warpgroups: 0 is the producer (warps 1 and 2 the first two steps of the gates, warp 0 loads of Q and K
     // and the gates' last step, warp 3 loads of V and stores of h), 1 makes the scores and carries n, the
@@ -72,7 +73,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_> st
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
     using Owed = std::conditional_t<std::is_same_v<T, bf16>, DeferredDecay<T>,
-                                    std::conditional_t<Gate::kStabilised, PrescaledDecay, FollowedWeights>>;
+                                    std::conditional_t<kStabilised, PrescaledDecay, FollowedWeights>>;
     using Stage = TransposedStage<T2>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;

@@ -38,9 +38,9 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_transposed_kernel(const 
             if (warp == 0)
                 load_keys_and_queries(g, smem);
             else if (warp == 1)
-                sum_transposed_gates(g, smem);
+                with_gate_of<C>(g, [&]<class P>(P) { sum_transposed_gates<C, P>(g, smem); });
             else if (warp == 2)
-                scale_transposed_gates(g, smem);
+                with_gate_of<C>(g, [&]<class P>(P) { scale_transposed_gates<C, P>(g, smem); });
             else
                 load_values_and_store_outputs(g, smem);
         } else if (warpgroup_id == 1) {

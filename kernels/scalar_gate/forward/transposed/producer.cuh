@@ -62,12 +62,19 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
     }
 }
 
-template <class C> __device__ inline void sum_transposed_gates(const Globals& g, TransposedMemory<C>& smem) {
+// Calls run(policy) with the policy of a call's gates, one of those that the config has.
+template <class C, class Run> __device__ inline void with_gate_of(const Globals& g, Run run) {
+    with_gate_of_kernel<C::kNormalize>(g.gate_kind, [&]<class P>(P gate) {
+        if constexpr (P::kStabilised == C::kStabilised) run(gate);
+    });
+}
+
+template <class C, class P>
+__device__ inline void sum_transposed_gates(const Globals& g, TransposedMemory<C>& smem) {
     const Task& task = smem.task;
     auto stream = [&](const GateWords& gate) {
         return GateStream(gate, task.batch, task.head, task.first_row, task.tokens);
     };
-    using P = typename C::Gate;
     GateStream forget = stream(g.f_words);
     auto input = [&] {
         if constexpr (P::kHasInput)
@@ -94,9 +101,8 @@ template <class C> __device__ inline void sum_transposed_gates(const Globals& g,
     }
 }
 
-template <class C>
+template <class C, class P>
 __device__ inline void scale_transposed_gates(const Globals& g, TransposedMemory<C>& smem) {
-    using P = typename C::Gate;
     const Task& task = smem.task;
     using Owed = typename C::Owed;
     GateScan<typename C::T, P, Owed> scan{

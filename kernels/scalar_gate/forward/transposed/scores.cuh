@@ -163,8 +163,8 @@ __device__ inline void make_transposed_scores(const Globals& g, TransposedMemory
         const float2 unit{same_gates.unit[row], same_gates.unit[row + 8]};
         float2 factor = row_factor<C>(g, task, chunk, unit, row, sums, [&] { return in_first_cluster; });
         if constexpr (C::kHoldsRowsLarger) {
-            factor.x *= held_larger(unit.x, !C::Gate::kStabilised);
-            factor.y *= held_larger(unit.y, !C::Gate::kStabilised);
+            factor.x *= held_larger(unit.x, !C::kStabilised);
+            factor.y *= held_larger(unit.y, !C::kStabilised);
         }
         wait(smem.scores_free, scores_freed(chunk) & 1);
         if (lane % 4 == 0) {

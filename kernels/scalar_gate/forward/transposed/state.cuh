@@ -301,7 +301,7 @@ template <class C> struct TransposedStateWalk {
         store_transposed<T>(place, out);
     }
     __device__ inline void scale_rows_back(const Step& step) {
-        multiply_back(place, gates(step), !C::Gate::kStabilised);
+        multiply_back(place, gates(step), !C::kStabilised);
         arrive_warp(smem.gates_free[step.stage.slot]);
         arrive_warp(smem.out_ready[step.tile.slot][warpgroup_id]);
     }

@@ -35,6 +35,7 @@ from tfla_tk.core.layout import (
     DELTA_ANCHOR_CHUNKS,
     DELTA_DECAY_CHUNKS,
     DELTA_KEYS_WARPS,
+    GATE_KINDS,
     Kept,
     MaybeTensor,
     dense_like,
@@ -390,7 +391,8 @@ def three_walks(
                 (flows, flows + flow_bytes, shape.sum_parts, DELTA_ANCHOR_CHUNKS),
                 prepared.NO_GATE, gates[0], prepared.NO_GATE, dg,
                 0, (at.initial_state, dh0_at, 0, 0), (last_at, places.dht, 0, 0), workspace, of[:3],
-                (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
+                (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v),
+                GATE_KINDS["decay"], shape.device,
             )
         )  # fmt: skip
     return launches + places.combining

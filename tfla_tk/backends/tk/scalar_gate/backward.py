@@ -201,7 +201,7 @@ def _describe(
 ) -> tuple[Call, Grads, bool]:
     """What the kernels of a call read and write (grads), and whether states are those that the forward has
     left. prepared.Addresses are numbered in the order in which `Backward` says where the tensors begin."""
-    addresses, normalize, decay = prepared.Addresses(), options.normalize, options.decay
+    addresses, normalize = prepared.Addresses(), options.normalize
     at: Any = Tensors(*[addresses.next(given=tensor is not None) for tensor in x])  # type: ignore[arg-type]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=grad is not None) for grad in grads]
@@ -216,12 +216,13 @@ def _describe(
     cut = walks.cut_sequences(sizes, sequences, multiprocessors(device), **of_cut)
     narrow = walks.is_narrow(*sizes[3:])
     states_given = left is not None and (narrow or left.cut == cut)
-    kinds = {"half": half, "normalize": normalize, "decay": decay}
-    gate = options.sigmoid_gate and not decay
-    kernels = walks.instances_of(*sizes[3:], **kinds, sigmoid_gate=gate, needs_df=options.needs_df)
+    kernels = walks.instances_of(
+        *sizes[3:], half=half, normalize=normalize, sigmoid_gate=options.sigmoid_gate, decay=options.decay,
+        needs_df=options.needs_df,
+    )  # fmt: skip
     if cut.segments > sequences:
-        kernels += walks.instances_of_cut(*sizes[3:], **kinds)
-    build.load(instances.CHUNKWISE[decay], *kernels)
+        kernels += walks.instances_of_cut(*sizes[3:], half=half)
+    build.load(instances.CHUNKWISE, *kernels)
     slots = chunk_slots(seq, offsets)
     plan = walks.make_plan(sizes, sequences, slots, cut, memory_at, options, states_given=states_given)
     of_one_walk = 0, 0, 0

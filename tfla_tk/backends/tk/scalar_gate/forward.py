@@ -102,13 +102,12 @@ class Forward:
         fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
         narrow = options.decay and not invariant and fits and 2 * sequences * heads <= processors
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
-        slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
+        slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE
         if options.sequential:
             launcher = instances.SEQUENTIAL
-        kinds = tile, q.dtype == torch.float16, options.normalize
-        kernel = build.load(
-            launcher, instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential)
-        )
+        half = q.dtype == torch.float16
+        of_walk = tile, half, options.normalize, options.sigmoid_gate, options.sequential
+        kernel = build.load(launcher, instances.mlstm_fwd(*of_walk))
         one_walk = tk_walks.is_narrow(dim_qk, dim_v)
         of_cut = {"packed": packed, "batch_invariant": invariant}
         if (options.keep_states and not one_walk) or invariant:
@@ -122,11 +121,7 @@ class Forward:
         self._device = device
         self._has_initial = any(x is not None for x in initial)
         if slots:
-            build.load(
-                launcher,
-                instances.mlstm_fwd_states(*kinds, options.decay),
-                instances.mlstm_fwd_combine(options.decay),
-            )
+            build.load(launcher, instances.mlstm_fwd_states(tile, half), instances.mlstm_fwd_combine())
         self._workspace_size = -(-kernel.workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
         # what a forward leaves, but for the memory that has it
         self._left: Left | None = None
@@ -153,7 +148,7 @@ class Forward:
             (left, left and left + of_units, left + of_norms if left and options.normalize else 0),
             (offsets, is_64bit, sequences, *cut), workspace, sizes,
             heads // key_heads, tile, options.scale_of(dim_qk),
-            options.eps, q.dtype == torch.float16, options.sigmoid_gate, options.normalize, device,
+            options.eps, half, options.gate_kind, options.normalize, device,
         )  # fmt: skip
         self._launch = build.launches([launch])
 

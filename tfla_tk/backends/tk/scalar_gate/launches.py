@@ -38,7 +38,7 @@ class Call:
     device: int
 
     def kernels(self, *of_launch: instances.Instance) -> ModuleType:
-        return build.load(instances.CHUNKWISE[self.options.decay], *of_launch)
+        return build.load(instances.CHUNKWISE, *of_launch)
 
     @property
     def memory(self) -> SimpleNamespace:
@@ -63,8 +63,7 @@ class Call:
 
     @property
     def gates(self) -> instances.Instance:
-        sigmoid_gate, decay = self.options.sigmoid_gate, self.options.decay
-        return instances.mlstm_bwd_gates(sigmoid_gate and not decay, decay)
+        return instances.mlstm_bwd_gates(self.options.sigmoid_gate, self.options.decay)
 
 
 class Grads(NamedTuple):
@@ -93,7 +92,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     found.append(x.kernels(x.gates).mlstm_bwd_scan(
         x.at.i, x.at.f, x.row_terms, x.at.chunk_m, x.memory.gates,
         x.memory.tickets if walks.parts_of(x.dims[1]) > 1 else 0,
-        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.sigmoid_gate, x.device,
+        x.cut[:3], x.sizes[:3], x.options.scale_of(x.dims[0]), x.options.gate_kind, x.device,
     ))  # fmt: skip
     if x.plan.is_cut:
         m, at = x.memory, x.at
@@ -124,7 +123,7 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
 def _of_one_walk(x: Call, written: Grads) -> Launch:
     """dq, dk and dv, and the sums for the gates where these have gradients."""
     memory, needs_df, tile = x.memory, written.df[0] != 0, tile_of_both(*x.dims)
-    kernels = instances.mlstm_gradients(tile, x.half, x.normalize, needs_df, x.options.decay)
+    kernels = instances.mlstm_gradients(tile, x.half, x.normalize, needs_df)
     return x.kernels(kernels).gradients(
         x.at.q, x.at.k, x.at.v, x.at.dh, x.left, memory.gates, _e(x)[0],
         _boundary(x, memory.grad_c, memory.grad_n if x.normalize else 0, memory.grad_decay),
@@ -148,13 +147,13 @@ def _of_segments(
     place, what enters the sequences. operands: keys and values."""
     *size, dim_qk, dim_v = x.sizes
     _, tile = walks.tiles_of(dim_qk, dim_v)
-    of_sums = instances.mlstm_walk_segments(tile, x.half, x.normalize, x.options.decay)
+    of_sums = instances.mlstm_walk_segments(tile, x.half)
     sums = x.kernels(of_sums).segments(
         _walk(x, name, tile, *operands, boundary, (*size, dim_v, dim_qk)), x.at.i, x.at.f,
         x.memory.log2_w if x.normalize else 0, x.at.chunk_m, x.options.scale_of(dim_qk),
-        x.options.sigmoid_gate,
+        x.options.gate_kind,
     )  # fmt: skip
-    carry = x.kernels(instances.mlstm_bwd_combine(x.options.decay)).mlstm_bwd_combine(
+    carry = x.kernels(instances.mlstm_bwd_combine()).mlstm_bwd_combine(
         boundary, norm_parts, entering, x.cut, x.sizes[1:], name == "dk", x.device
     )
     return [sums, carry]
@@ -200,7 +199,7 @@ def _of_walk(x: Call, name: str, written: Grads, *, dots: bool = False) -> Launc
     }[name]
     of_dv, of_others = walks.tiles_of(*x.dims)
     tile, gradients = (of_dv, "dv") if name == "dv" else (of_others, "dq and dk")
-    return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.options.decay)).walk(
+    return x.kernels(instances.mlstm_walk(gradients, tile, x.half, x.normalize)).walk(
         _walk(x, name, tile, keys, values, _boundary(x, *boundary), sizes),
         m.gates,
         queries,
@@ -217,7 +216,7 @@ def of_gates(x: Call, written: Grads) -> Launch:
         parts = tile_of_both(*x.dims) // 16 + x.normalize  # a warp has 16 columns of V
         return x.kernels(x.gates).gate_gradients(
             (memory.q_dq, memory.k_dk, memory.flows), parts, x.at.i, x.at.f, written.di, written.df,
-            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.options.sigmoid_gate, x.device,
+            x.at.chunk_m, x.cut[:3], x.sizes[:3], x.options.gate_kind, x.device,
         )  # fmt: skip
     return x.kernels(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, sums),
@@ -227,7 +226,7 @@ def of_gates(x: Call, written: Grads) -> Launch:
         _with_gradient(x.at.c_initial, written.dc_initial)
         + _with_gradient(x.at.n_initial, written.dn_initial),
         _with_gradient(x.at.c_last, x.at.dc_last) + _with_gradient(x.at.n_last, x.at.dn_last),
-        memory.workspace, x.cut[:3], x.sizes, x.options.sigmoid_gate, x.device,
+        memory.workspace, x.cut[:3], x.sizes, x.options.gate_kind, x.device,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Linear attention with a scalar decay by the mLSTM kernels, which are compiled for it with another gate.
+"""Linear attention with a scalar decay by the mLSTM kernels, which have a gate for it.
 
 Tensors are [B, T, H, D], as fla has them. q and k may have fewer heads than v: value head h reads key head
 h // (HV // H). The protocol is that of `ops.linear`.

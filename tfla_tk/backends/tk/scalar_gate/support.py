@@ -117,7 +117,7 @@ def _decoding(tokens: int, fp32: bool) -> device.Kernels:
 def _chunkwise(tiles: tuple[int, int], *flags: bool) -> device.Kernels:
     """The kernels of K and V of these tiles that nearly every such call takes, as of `_decoding`."""
     normalize, sigmoid_gate, decay, half, gradients, needs_df = flags
-    of_call = {"half": half, "normalize": normalize, "sigmoid_gate": sigmoid_gate, "decay": decay}
+    of_call = {"half": half, "normalize": normalize, "sigmoid_gate": sigmoid_gate}
     forward = instances.mlstm_fwd(instances.mlstm_tile(*tiles), **of_call)
-    of_backward = walks.instances_of(*tiles, **of_call, needs_df=needs_df) if gradients else ()
-    return instances.CHUNKWISE[decay], (forward, *of_backward)
+    of_backward = walks.instances_of(*tiles, **of_call, decay=decay, needs_df=needs_df) if gradients else ()
+    return instances.CHUNKWISE, (forward, *of_backward)

@@ -14,7 +14,7 @@ from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.prepared import Scratch, aligned
 from tfla_tk.build import instances
 from tfla_tk.build.instances import Instance
-from tfla_tk.core.layout import ANCHOR_CHUNKS, FLOW_PARTS, STATE_CHUNKS, Cut
+from tfla_tk.core.layout import ANCHOR_CHUNKS, FLOW_PARTS, GATE_KINDS, STATE_CHUNKS, Cut
 
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
 # Of a part of V: the widest tile of the keys of a walk, to which a part is a share of them.
@@ -45,6 +45,11 @@ class Options(NamedTuple):
     heads_last: bool = False
     sequential: bool = False  # by the kernel of `instances.mlstm_fwd` of that name, for measurements alone
     needs_df: bool = True  # of the backward: without it di and df come back as None
+
+    @property
+    def gate_kind(self) -> int:
+        kind = "decay" if self.decay else "sigmoid" if self.sigmoid_gate else "exponential"
+        return GATE_KINDS[kind]
 
     def scale_of(self, dim_qk: int) -> float:
         return dim_qk**-0.5 if self.scale is None else self.scale
@@ -90,11 +95,11 @@ def instances_of(
     """The kernels of every backward; where sequences are cut it takes those of `instances_of_cut`, too."""
     of_dv, tile = tiles_of(dim_qk, dim_v)
     if is_narrow(dim_qk, dim_v):
-        walks = [instances.mlstm_gradients(tile_of_both(dim_qk, dim_v), half, normalize, needs_df, decay)]
+        walks = [instances.mlstm_gradients(tile_of_both(dim_qk, dim_v), half, normalize, needs_df)]
     else:
         walks = [
-            instances.mlstm_walk("dq and dk", tile, half, normalize, decay),
-            instances.mlstm_walk("dv", of_dv, half, decay=decay),
+            instances.mlstm_walk("dq and dk", tile, half, normalize),
+            instances.mlstm_walk("dv", of_dv, half),
         ]
     return [
         *walks,
@@ -103,10 +108,10 @@ def instances_of(
     ]
 
 
-def instances_of_cut(dim_qk: int, dim_v: int, *, half: bool, normalize: bool, decay: bool) -> list[Instance]:
+def instances_of_cut(dim_qk: int, dim_v: int, *, half: bool) -> list[Instance]:
     """What a backward takes besides where sequences are cut."""
     _, tile = tiles_of(dim_qk, dim_v)
-    return [instances.mlstm_walk_segments(tile, half, normalize, decay), instances.mlstm_bwd_combine(decay)]
+    return [instances.mlstm_walk_segments(tile, half), instances.mlstm_bwd_combine()]
 
 
 @functools.cache
@@ -159,7 +164,7 @@ def make_plan(
     every token comes from its kernel of rows, whether something is cut or not. states_given: the forward has
     left the states at the boundaries: state_c and state_n are in its workspace, not in this allocation, and
     nobody reads state_decay."""
-    kernel = build.load(instances.CHUNKWISE[options.decay])
+    kernel = build.load(instances.CHUNKWISE)
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     narrow, normalize = is_narrow(dim_qk, dim_v), options.normalize
