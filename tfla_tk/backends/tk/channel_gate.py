@@ -198,10 +198,15 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
         reason = f"v has {call.value_heads} heads, q and k {call.heads}"
         of_heads = Support(False, reason, "repeat q, k and g")
     most = instances.MAX_DIM_QK, instances.MAX_DIM_V
-    return refusals.of_call(call, variant, most, of_heads) or device.supports(call.device, *kernels_for(call))
+    refusal = refusals.of_call(call, variant, most, of_heads)
+    return refusal or device.supports(call.device, *_kernels_for(call))
 
 
-def kernels_for(call: LinearCall) -> tuple[Any, ...]:
+def load(call: LinearCall) -> Support:
+    return device.load(*_kernels_for(call))
+
+
+def _kernels_for(call: LinearCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, for `device.load`: plain numbers, also where torch.compile has the
     sizes as symbols."""
     dims = refusals.power_of_two(call.dim_qk), refusals.power_of_two(call.dim_v)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tfla_tk.backends.tk import channel_gate, device, recurrent
+from tfla_tk.backends.tk import channel_gate, recurrent
 from tfla_tk.backends.tk import kda as of_kda
 from tfla_tk.backends.tk.delta_rule import support as of_delta_rule
 from tfla_tk.backends.tk.scalar_gate import support as of_scalar_gate
-from tfla_tk.calls.delta_rule import DeltaRuleCall, KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import memo
 from tfla_tk.core.layout import MaybeTensor
@@ -139,12 +138,12 @@ supports_kda, kda, prepare_kda = _served_by("kda", of_kda.supports_kda, delta_ru
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     if call.is_empty:
         return SUPPORTED
-    if recurrent.serves(call):
-        return recurrent.load(call)
-    if isinstance(call, KDACall):
-        return of_kda.load(call)
-    if isinstance(call, DeltaRuleCall):
-        return device.load(*of_delta_rule.kernels_for(call))
-    if kernel == "gla":
-        return device.load(*channel_gate.kernels_for(call))
-    return device.load(*of_scalar_gate.kernels_for(kernel, call))
+    return recurrent.load(call) if recurrent.serves(call) else _LOADS[kernel](call)
+
+
+_LOADS: dict[str, Callable[[Any], Support]] = {
+    "simple_gla": partial(of_scalar_gate.load, "simple_gla"),
+    "delta_rule": of_delta_rule.load,
+    "gla": channel_gate.load,
+    "kda": of_kda.load,
+}
