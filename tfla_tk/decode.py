@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.mlstm import check_mlstm_sequence, check_mlstm_step
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.dispatch import CallPath, operator
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
 _OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")

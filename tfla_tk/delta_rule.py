@@ -13,8 +13,7 @@ from torch import Tensor
 from tfla_tk.calls.delta_rule import check_delta_rule
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.dispatch import CallPath, operator
 
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
 _OPTIONS = (

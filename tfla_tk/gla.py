@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from tfla_tk.calls.linear import check_gla, check_same_offsets
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.dispatch import CallPath, operator
 
 _path = CallPath(
     "gla",

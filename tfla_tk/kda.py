@@ -11,8 +11,7 @@ from torch import Tensor
 from tfla_tk.calls.delta_rule import check_kda
 from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.dispatch import CallPath, operator
 from tfla_tk.delta_rule import TENSORS, check_no_context, checking
 
 # those of a call token by token, and those of a chunkwise one beside them

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.mlstm import check_mlstm
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath
+from tfla_tk.core.dispatch import CallPath, operator
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
 SigState: TypeAlias = tuple[Tensor, Tensor]

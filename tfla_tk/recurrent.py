@@ -16,8 +16,7 @@ from tfla_tk.calls.delta_rule import check_delta_rule, check_kda
 from tfla_tk.calls.linear import LinearCall, check_gla, check_simple_gla
 from tfla_tk.calls.recurrent import check_recurrent, through_a_copy
 from tfla_tk.core.checks import fail, shown
-from tfla_tk.core.dispatch import operator
-from tfla_tk.core.plan import CallPath, Plan
+from tfla_tk.core.dispatch import CallPath, Plan, operator
 
 Result = tuple[Tensor, Tensor | None]
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from tfla_tk import delta_rule, gla, kda, mlstm, simple_gla
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import backward as gla_backward
-from tfla_tk.backends.tk.channel_gate import launch as gla_launch
+from tfla_tk.backends.tk import channel_gate, segments
+from tfla_tk.backends.tk import kda as tk_kda
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
-from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
@@ -87,9 +85,9 @@ def forget_calls() -> None:
         kda._path,
     ):
         path.plans.clear()
-    for launches in (tk_forward, gla_launch, delta_launch, kda_launch):
+    for launches in (tk_forward, channel_gate, delta_launch, tk_kda):
         launches._forwards.clear()
-    for launches in (tk_backward, gla_backward, delta_launch, kda_launch):
+    for launches in (tk_backward, channel_gate, delta_launch, tk_kda):
         launches._backwards.clear()
 
 

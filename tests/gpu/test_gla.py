@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 import tfla_tk
 from tfla_tk import chunk_gla
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate.call import Shape
+from tfla_tk.backends.tk.channel_gate import Shape
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core import memo
 

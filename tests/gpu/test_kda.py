@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tfla_tk import chunk_kda
-from tfla_tk.backends.tk.kda.call import MOST_TRAINED_V, Shape
+from tfla_tk.backends.tk.kda import MOST_TRAINED_V, Shape
 
 from .conftest import forget_calls
 from .kda import GATES, check, draw, draw_raw

@@ -119,10 +119,10 @@ KERNELS = (
 )
 
 PYTHON = (
-    Fault("addresses of borders and their decays", "tfla_tk/backends/tk/channel_gate/call.py",
+    Fault("addresses of borders and their decays", "tfla_tk/backends/tk/channel_gate.py",
           "entering_at, borders_at, decays_at, scale", "entering_at, decays_at, borders_at, scale",
           "tests/cpu/kernels/test_calls.py -k 'cut and gla'"),
-    Fault("slice of an operand", "tfla_tk/backends/tk/channel_gate/call.py",
+    Fault("slice of an operand", "tfla_tk/backends/tk/channel_gate.py",
           "x[0] + self.first * dtype.itemsize, *x[1:]", "x[0] + self.first, *x[1:]",
           "tests/cpu/kernels/test_calls.py -k 'test_results and gla'"),
     Fault("stride of dh in what a call is known by", "tfla_tk/backends/tk/scalar_gate/backward.py",

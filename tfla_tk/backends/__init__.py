@@ -1,4 +1,4 @@
 """Backends: tk (ThunderKittens kernels), triton (installed Triton kernels), reference (pure PyTorch).
 
-`registry` finds what serves a kernel in each of them.
+`core/dispatch.py` finds what serves a kernel in each of them.
 """

@@ -1,1 +1,1 @@
-"""What all operators share and what knows none of them: checks, dispatch, plans of calls, layout."""
+"""What all operators share and what knows none of them: checks, dispatch, layout."""

@@ -3,6 +3,6 @@
 One module for each kind of call, with the implementations for CPU, CUDA, fake tensors and autograd.
 """
 
-from tfla_tk.ops import delta_rule, mlstm, mlstm_decode, recurrent, simple_gla
+from tfla_tk.ops import delta_rule, linear, mlstm, mlstm_decode, recurrent
 
-__all__ = ["delta_rule", "mlstm", "mlstm_decode", "recurrent", "simple_gla"]
+__all__ = ["delta_rule", "linear", "mlstm", "mlstm_decode", "recurrent"]

@@ -1,4 +1,5 @@
-"""The registered ops of a family of operators in [B, T, H, D], made from a description of the family.
+"""The registered ops of a family of operators in [B, T, H, D], made from a description of the family; and
+those of simple GLA (RetNet, Lightning Attention, Mamba-2's SSD) and of gated linear attention.
 
 They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
 and opcheck can be tested on any machine. The public functions check arguments and answer empty inputs.
@@ -26,7 +27,7 @@ The kernels of a family are a module with
 core is the family's NamedTuple: the inputs and the options. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
 return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
-so it is in the registered ops, but for a family that keeps (`KeepingOps`).
+so it is in the registered ops, but for a family that keeps (`ops.delta_rule.KeepingOps`).
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for. The backward of a
 family that saves the final state gets it by keyword, final_state.
@@ -34,15 +35,13 @@ family that saves the final state gets it by keyword, final_state.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.linear import GLACore, LinearCall, SimpleGLACore
 from tfla_tk.core import flops, library, memo, transforms
 from tfla_tk.core.layout import (
     CHUNK,
@@ -82,7 +81,6 @@ class Family:
     kernels: Callable[[], Any]  # finds the module of the kernels
     # of forward and backward per token and head of v, from K and V
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
-    keeps: bool = False  # its registered ops keep what the kernels leave for the backward (`KeepingOps`)
     # <name>_bwd takes the final state behind the inputs: that of a forward which returns it, where gates have
     # a gradient
     saves_final_state: bool = False
@@ -133,15 +131,15 @@ def explicit_gradients(
 
 class LinearOps:
     """The registered ops of a family. fwd, bwd, packed, packed_bwd: the ops, called with arguments in the
-    order above. keeping: those of a family that keeps; None for others. direct: applies the autograd
+    order above. keeping: `KeepingOps` of a family that keeps; None for others. direct: applies the autograd
     function of plain eager calls, which calls the kernels themselves; its arguments are the inputs, and in
     one tuple the prepared forward, its module, the options, output_final_state, and whether gates have a
     gradient."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._count = len(family.inputs)
-        self._saved_count = self._count + family.saves_final_state
+        self.count = len(family.inputs)
+        self._saved_count = self.count + family.saves_final_state
         self._place = {name: place for place, name in enumerate(family.names)}
         self._gates = [self._place[name] for name in family.gates]
         name = family.name
@@ -156,74 +154,18 @@ class LinearOps:
         )
         self._implement()
         self._register()
-        self.keeping = KeepingOps(self) if family.keeps else None
+        self.keeping: Any = None
 
-    # What backends have: o, and the final state as the call wants it; the last tensor is cu_seqlens_cpu
-
-    def serve(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
-        """The tk backend: <name>_fwd."""
-        core = self._padded(call, self._as_op_takes(self._read(call, tensors)))
-        o, last = unpadded(call, *self.fwd(*core, call.output_final_state))
-        return o, as_asked(call, last)
-
-    def prepare(
-        self, call: LinearCall, variant: str | None, tensors: Sequence[Any]
-    ) -> Callable[..., Result] | None:
-        """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
-        Like these are tensors of the same metadata, strides included, that autograd records or not as
-        these."""
-        if not memo.is_plain(tuple(tensors)):
-            return None
-        core, count = self._padded(call, self._read(call, tensors)), self._count
-        recorded = memo.records(tuple(tensors))
-        kernels = self.family.kernels()
-        forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
-        constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
-        # then nothing is to be done but to leave out what is no input, for the host's time
-        places = self.family.places
-        inputs_of = itemgetter(*(range(count) if places is None else places(tensors)))
-        reads_as_given = all(x is y for x, y in zip(core[:count], inputs_of(tensors), strict=True))
-
-        def run(*tensors: Any) -> Result:
-            if reads_as_given:
-                inputs = inputs_of(tensors)
-            else:
-                inputs = self._padded(call, self._read(call, tensors))[:count]
-            if recorded:
-                o, last = self.direct(*inputs, constants)
-            else:
-                o, last, _ = forward(*inputs)
-            o, last = unpadded(call, o, last)
-            return o, as_asked(call, last)
-
-        return memo.named_in_profiles(self._fwd_name, run)
-
-    def serve_by_reference(self, call: LinearCall, variant: str | None, *tensors: Any) -> Result:
-        """The reference backend: the form that the variant names, in plain autograd, or by packed_<name>."""
-        form = variant or ("recurrent" if call.goes_by_token() else "chunkwise")
-        *inputs, cu_seqlens, cu_seqlens_cpu = tensors
-        if memo.has_no_values(cu_seqlens):
-            core = self._as_op_takes(self._read(call, tensors))
-            o, last = self.packed(*core, form, call.chunk_size, call.output_final_state)
-            return o, as_asked(call, last)
-        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        core = self._core(call, (*inputs, offsets, None))
-        o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
-        # computed in the widest dtype of the inputs
-        last = as_asked(call, as_dtype(last, state_dtype(core.q)))
-        # without a token it may be the initial state itself
-        return o, last.clone() if last is not None and call.seq == 0 else last
-
-    def _core(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
+    def core_of(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
         """The core of a call's tensors in the dtypes that they have."""
         core = self.family.read(call, tensors)
         if core.initial_state is None or not call.state_v_first:
             return core
         return core._replace(initial_state=core.initial_state.mT)
 
-    def _read(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
+    def read(self, call: LinearCall, tensors: Sequence[Any]) -> Any:
         """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
-        core = self._core(call, tensors)
+        core = self.core_of(call, tensors)
         dtype = state_dtype(core.q)
         gates = {name: getattr(core, name) for name in self.family.names[3:-2]}
         narrowed = {
@@ -233,18 +175,11 @@ class LinearOps:
         }
         return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
 
-    def _as_op_takes(self, core: Any) -> Any:
+    def as_op_takes(self, core: Any) -> Any:
         """The core for the ops, from that for the kernels."""
         if self.family.op_inputs is None:
             return core
-        return core._make((*self.family.op_inputs(core[: self._count]), *core[self._count :]))
-
-    def _padded(self, call: LinearCall, core: Any) -> Any:
-        if fits(call):
-            return core
-        names = "q", "k", "v", "initial_state", *self.family.gates
-        tensors = padded(*(getattr(core, name) for name in names))
-        return core._replace(**dict(zip(names, tensors, strict=True)))
+        return core._make((*self.family.op_inputs(core[: self.count]), *core[self.count :]))
 
     # Registration
 
@@ -304,7 +239,7 @@ class LinearOps:
             our_library.register_fake(of, self.bwd_fake)
             flops.register(of, self.family.flops[1])
         common: dict[str, Any] = {
-            "cu_seqlens": self._count - 1,
+            "cu_seqlens": self.count - 1,
             # tensors [HV], and cu_seqlens, which is not one of them
             "per_head": [place for place, dim in enumerate(heads[:-1]) if dim == 0],
         }
@@ -337,7 +272,7 @@ class LinearOps:
         return self._packed_bwd(*inputs, do, dht, *options, CHUNK, needs_gates)
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
-        inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args, self._count)
+        inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args, self.count)
         found = self.family.gradients(self.family.core(*inputs, *options), do, dht, chunk_size)
         out = self._grads_like(inputs, needs_gates)
         for buffer, value in zip(out, found, strict=True):
@@ -364,11 +299,11 @@ class LinearOps:
         return self._outputs_like(args, args[-1])
 
     def bwd_fake(self, *args: Any) -> tuple[Tensor, ...]:
-        return self._grads_like(args[: self._count], args[-1])
+        return self._grads_like(args[: self.count], args[-1])
 
     def _outputs_like(self, args: Sequence[Any], output_final_state: bool) -> tuple[Tensor, Tensor]:
         """Uninitialised outputs; [0] for what was not asked for."""
-        q, v, cu_seqlens = args[0], args[2], args[self._count - 1]
+        q, v, cu_seqlens = args[0], args[2], args[self.count - 1]
         count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         shape = (count, v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
         return dense_like(v), q.new_empty(shape, dtype=state_dtype(q))
@@ -381,31 +316,31 @@ class LinearOps:
 
     def split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The core of an op's arguments, and what follows it."""
-        count = self._count + len(self.family.options)
+        count = self.count + len(self.family.options)
         return self.family.core(*args[:count]), args[count:]
 
     def _split_backward(
         self, args: tuple[Any, ...], place: int
     ) -> tuple[tuple[Any, ...], Tensor, MaybeTensor, Any]:
         """The inputs of a backward op's arguments, do, which is at a place, dht, and what follows these."""
-        return args[: self._count], args[place], args[place + 1], args[place + 2 :]
+        return args[: self.count], args[place], args[place + 1], args[place + 2 :]
 
     def _final_state(self, saved: Sequence[Any]) -> dict[str, MaybeTensor]:
         """The keyword of the kernels' backward, from what is saved."""
-        return {"final_state": saved[self._count]} if self.family.saves_final_state else {}
+        return {"final_state": saved[self.count]} if self.family.saves_final_state else {}
 
     # Autograd
 
     def _record(self, *args: Any) -> Recorded:
         """<name>_fwd with what its backward op takes."""
-        inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
+        inputs, (*options, output_final_state) = args[: self.count], args[self.count :]
         layout, kept = None if self.keeping is None else self.keeping.layout(args), None
         with transforms.below_function():
             if self.keeping is not None and layout is not None:
                 o, last, kept = self.keeping.fwd(*args, layout)
             else:
                 o, last = self.fwd(*args)
-            needs = self._needs_gates(inputs)
+            needs = self.needs_gates(inputs)
             saved = _inputs_to_save(inputs)
             if self.family.saves_final_state:
                 saved = *saved, last if output_final_state and needs else None
@@ -435,8 +370,8 @@ class LinearOps:
         if memo.are_saved_tensors_hooked() and (self.keeping is None or not memo.may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op
-            core = self._as_op_takes(self.family.core(*inputs, *options))
-            inputs = core[: self._count]
+            core = self.as_op_takes(self.family.core(*inputs, *options))
+            inputs = core[: self.count]
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
             o, last, kept = forward(*inputs)
@@ -457,10 +392,10 @@ class LinearOps:
         kept = Kept(tensors_kept, layout) if tensors_kept else None
         if not autograd.is_plain_backward((*tensors, *tensors_kept), grads):
             if self.family.op_inputs is not None:
-                tensors = *self.family.op_inputs(tensors[: self._count]), *tensors[self._count :]
+                tensors = *self.family.op_inputs(tensors[: self.count]), *tensors[self.count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
         return memo.named_in_profiles(self._bwd_name, kernels.backward)(
-            self.family.core(*saved[: self._count], *options_of_core),
+            self.family.core(*saved[: self.count], *options_of_core),
             kept,
             *tensors[-2:],
             needs_gates=needs,
@@ -468,10 +403,10 @@ class LinearOps:
         )
 
     def _record_packed(self, *args: Any) -> Recorded:
-        inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
+        inputs, (*options, _, chunk_size, output_final_state) = args[: self.count], args[self.count :]
         with transforms.below_function():
             o, last = self.packed(*args)
-            saved, needs = _inputs_to_save(inputs), self._needs_gates(inputs)
+            saved, needs = _inputs_to_save(inputs), self.needs_gates(inputs)
         constants = () if output_final_state else (last,)
         return Recorded((o, last), constants, saved, (*options, chunk_size, needs))
 
@@ -480,7 +415,7 @@ class LinearOps:
     ) -> Sequence[MaybeTensor]:
         return self.packed_bwd(*_with_grads(saved, *grads), *options)
 
-    def _needs_gates(self, inputs: Sequence[Any]) -> bool:
+    def needs_gates(self, inputs: Sequence[Any]) -> bool:
         return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
 
 
@@ -496,146 +431,92 @@ def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tupl
     return *saved, torch.zeros_like(saved[2]) if do is None else do, dht
 
 
-class KeepingOps:
-    """The ops of a family that keep what its kernels leave of a forward for the backward. fwd, bwd: the ops.
-
-    tfla_tk::<name>_fwd_kept and <name>_bwd_kept are <name>_fwd and <name>_bwd beside autograd: the first one
-    also returns what the kernels have kept, one tensor of v's dtype, which the second one takes behind dht.
-    <name>_fwd records them where it can, so that no backward makes the forward again under torch.compile and
-    activation checkpointing. The kernels of such a family also have
-
-        kept_layout(core) -> the layout of what a forward with `keep` leaves in one tensor of v's dtype: ints,
-        of
-                             which the first one is the number of elements
-
-    which follows from the metadata of core alone. It is an argument of <name>_fwd_kept, and of
-    <name>_bwd_kept behind what is kept. A graph from torch's cache on disk may have the layout of other
-    kernels. Then what is returned has that size, with nothing in it, and the backward of the kernels, whose
-    layout is another one, makes the forward again."""
-
-    def __init__(self, ops: LinearOps) -> None:
-        self._ops = ops
-        self._inputs = len(ops.family.inputs)
-        self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd
-        self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
-        self._define()
-        self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
-        self._implement()
-        self._register()
-
-    def layout(self, args: Sequence[Any]) -> tuple[int, ...] | None:
-        """The layout of what a recorded call of <name>_fwd with these arguments should keep. None where no
-        kernels run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
-        if not self._has_kernels(args[0]) or transforms.are_active() or not memo.may_keep():
-            return None
-        sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
-        if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
-            return None
-        core, _ = self._ops.split(tuple(args))
-        return self._ops.family.kernels().kept_layout(core)
-
-    def _has_kernels(self, q: Tensor) -> bool:
-        # fake tensors of a GPU are also on machines without one
-        return q.device.type == "cuda" and torch.cuda.is_available()
-
-    def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        return *args[: self._place], *args[self._place + 2 :]
-
-    def _define(self) -> None:
-        forward, backward = self._names
-        inputs, options, grads = self._ops.arguments()
-        define = library.get().define
-        define(
-            f"{forward}({inputs}, {options}, bool output_final_state, int[] layout)"
-            " -> (Tensor o, Tensor final_state, Tensor kept)"
-        )
-        define(
-            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, int[] layout, {options},"
-            f" bool needs_gates) -> ({grads})"
-        )
-
-    def _implement(self) -> None:
-        forward, backward = self._names
-        impl = library.get().impl
-        impl(forward, self._fwd_cpu, "CPU")
-        impl(forward, self._fwd_cuda, "CUDA")
-        impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
-        impl(backward, self._bwd_cuda, "CUDA")
-        no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
-        for name, op, refusal in ((forward, self.fwd, no_gradients), (backward, self.bwd, self._ops.refusal)):
-            refusing = autograd.refusing(name, op, refusal)
-            impl(name, autograd.recording(name, op, refusing), "Autograd")
-
-    def _register(self) -> None:
-        forward, backward = self._names
-        our_library = library.get()
-        our_library.register_fake(forward, self._fwd_fake)
-        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self._without(args)))
-        # what is kept is of one call, not of one that is as many times as large
-        our_library.register_vmap(
-            backward,
-            lambda info, in_dims, *args: self._ops.bwd_vmap(
-                info, self._without(in_dims), *self._without(args)
-            ),
-        )
-        for name, count in zip(self._names, self._ops.family.flops, strict=True):
-            flops.register(name, count)
-
-    def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *of_fwd, layout = args
-        return *self._ops.fwd(*of_fwd), args[2].new_zeros(layout[0])
-
-    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *of_fwd, layout = args
-        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(layout[0])
-
-    def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        core, (output_final_state, layout) = self._ops.split(args)
-        forward = self._ops.family.kernels().forward
-        o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
-        left = kept.tensors[0] if kept is not None and kept.layout == tuple(layout) else None
-        return o, present(last, o), o.new_empty(layout[0]) if left is None else left
-
-    def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        left, layout = args[self._place : self._place + 2]
-        return self._ops.differentiate(Kept((left,), tuple(layout)), self._without(args))
-
-
-# Head dims that the kernels lack: q, k, v and states with zeros up to multiples of 16, results without them.
-# Channels of zeros change nothing in the others, forward or backward. torch's operations copy the tensors,
-# and autograd cuts the gradients.
-
-STEP = 16
-
-
-def fits(call: LinearCall) -> bool:
-    """Whether the kernels have the call's head dims; asked by every call, so of numbers, not of tensors."""
-    return not (call.dim_qk % STEP or call.dim_v % STEP)
-
-
-def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: MaybeTensor) -> Any:
-    """q, k, v, states, and gates [B, T, H, K] among the gates, with head dims that are multiples of 16."""
-    more_k, more_v = -q.shape[-1] % STEP, -v.shape[-1] % STEP
-    if initial_state is not None:
-        initial_state = pad(initial_state, (0, more_v, 0, more_k))
-    gates = tuple(pad(x, (0, more_k)) if x is not None and x.dim() == 4 else x for x in gates)
-    return pad(q, (0, more_k)), pad(k, (0, more_k)), pad(v, (0, more_v)), initial_state, *gates
-
-
-def unpadded(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
-    """o and the final state without the zeros, as tensors of their own; as they are where the dims fit."""
-    dim_k, dim_v = call.dim_qk, call.dim_v
-    if fits(call):
-        return o, last
-    if dim_v % STEP:
-        o = o.narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
-    if call.output_final_state and last is not None:
-        last = last.narrow(-2, 0, dim_k).narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
-    return o, last
-
-
 def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
     """The final state as the call wants it, contiguous."""
     if not call.output_final_state or last is None:
         return None
     return last.mT.contiguous() if call.state_v_first else last
+
+
+# Families. Those of the delta rule are in `ops.delta_rule`
+
+
+def _simple_gla_core(call: LinearCall, tensors: Sequence[Any]) -> SimpleGLACore:
+    """With g, or a decay per head, which is fp32 at least, or fp64 beside fp64."""
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
+    if g_gamma is not None:
+        g, dtype = g_gamma, state_dtype(q)
+        g = g.to(dtype) if g.dtype.itemsize < dtype.itemsize else g
+    return SimpleGLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
+
+
+def _with_g_per_token(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """With a decay per head, which the kernels take as [HV], expanded to [B, T, HV]."""
+    q, k, v, g, *others = inputs
+    return q, k, v, g if g is None or g.dim() > 1 else g.expand(v.shape[:3]), *others
+
+
+def _simple_gla_in_form(core: SimpleGLACore, *options: Any) -> Result:
+    is_per_head = core.g is not None and core.g.dim() == 1
+    gates = (None, core.g) if is_per_head else (core.g, None)
+    return in_form("simple_gla", (*core[:3], *gates), core, *options)
+
+
+def _simple_gla_gradients(core: SimpleGLACore, *grads: Any) -> Sequence[MaybeTensor]:
+    *found, dh0 = explicit_gradients("simple_gla", _with_g_per_token(core[:4]), core, *grads)
+    return *found, None if core.initial_state is None else dh0
+
+
+def _simple_gla_kernels() -> Any:
+    from tfla_tk.backends.tk.scalar_gate import scalar_decay
+
+    return scalar_decay
+
+
+simple_gla = LinearOps(
+    Family(
+        name="simple_gla",
+        title="simple GLA",
+        inputs=("q", "k", "v", "g?", "initial_state?", "cu_seqlens?"),
+        heads=(2, 2, 2, 2, 1, 0),
+        options=("float scale", "bool batch_invariant"),
+        gates=("g",),
+        core=SimpleGLACore,
+        read=_simple_gla_core,
+        reference=_simple_gla_in_form,
+        gradients=_simple_gla_gradients,
+        kernels=_simple_gla_kernels,
+        flops=(flops.forward, flops.backward),
+        saves_final_state=True,
+        places=lambda tensors: (0, 1, 2, 4 if tensors[3] is None else 3, 5, 6),
+        op_inputs=_with_g_per_token,
+    )
+)
+
+
+def _gla_core(call: LinearCall, tensors: Sequence[Any]) -> GLACore:
+    q, k, v, g, initial_state, cu_seqlens, _ = tensors
+    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
+
+
+def _gla_kernels() -> Any:
+    from tfla_tk.backends.tk import channel_gate
+
+    return channel_gate
+
+
+gla = LinearOps(
+    replace(
+        simple_gla.family,  # whose reference takes a decay per key channel as g, too
+        name="gla",
+        title="GLA",
+        inputs=("q", "k", "v", "g", "initial_state?", "cu_seqlens?"),
+        core=GLACore,
+        read=_gla_core,
+        kernels=_gla_kernels,
+        flops=(flops.forward, flops.gla_backward),
+        saves_final_state=False,
+        places=None,
+        op_inputs=None,
+    )
+)

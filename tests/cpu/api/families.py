@@ -22,10 +22,11 @@ from tfla_tk import (
     reference,
     simple_gla,
 )
+from tfla_tk.backends import tk
 from tfla_tk.backends.tk import channel_gate, scalar_gate
-from tfla_tk.backends.tk import kda as kda_package
+from tfla_tk.backends.tk import kda as tk_kda
 from tfla_tk.ops import delta_rule as delta_rule_ops
-from tfla_tk.ops import simple_gla as simple_gla_ops
+from tfla_tk.ops import linear as linear_ops
 
 from . import delta_rule as delta_inputs
 from . import simple_gla_calls
@@ -78,21 +79,17 @@ def serve_simple_gla(patch: pytest.MonkeyPatch) -> simple_gla_calls.Kernels:
 
 
 def serve_gla(patch: pytest.MonkeyPatch) -> Kernels:
-    return serve_by(
-        Kernels(simple_gla_ops.gla, f"{channel_gate.__name__}.launch"), channel_gate, "supports_gla", patch
-    )
+    return serve_by(Kernels(linear_ops.gla, channel_gate.__name__), tk, "supports_gla", patch)
 
 
 def serve_delta_rule(patch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(delta_rule_ops.ops, delta_inputs.LAUNCH)
+    module = Kernels(delta_rule_ops.delta_rule, delta_inputs.LAUNCH)
     delta_inputs.serve_by(module, patch)
     return module
 
 
 def serve_kda(patch: pytest.MonkeyPatch) -> Kernels:
-    return serve_by(
-        Kernels(delta_rule_ops.kda, f"{kda_package.__name__}.launch"), kda_package, "supports_kda", patch
-    )
+    return serve_by(Kernels(delta_rule_ops.kda, tk_kda.__name__), tk, "supports_kda", patch)
 
 
 DELTA = (delta_rule._path, serve_delta_rule, (6, 24), ("chunk_delta_rule", "chunk_gated_delta_rule"))

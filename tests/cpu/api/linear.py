@@ -99,7 +99,7 @@ class Kernels(ModuleType):
         return o, last if output_final_state else None, kept
 
     def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
-        options = core[self.ops._count :]
+        options = core[self.ops.count :]
         return lambda *inputs: self.forward(
             type(core)(*inputs, *options), output_final_state=output_final_state, keep=keep
         )
@@ -113,7 +113,7 @@ class Kernels(ModuleType):
         self.calls.append("backward" if kept is None else "backward, kept")
         self.needs_gates.append(needs_gates)
         self.batch_invariant.append(core.batch_invariant)
-        count = self.ops._count
+        count = self.ops.count
         found = self.ops._bwd_cpu(*core[:count], do, dht, *core[count:], needs_gates)
         return tuple(None if x.numel() == 0 else x for x in found)
 

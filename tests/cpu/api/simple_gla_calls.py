@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk.backends.tk import scalar_gate
-from tfla_tk.ops import simple_gla as simple_gla_ops
+from tfla_tk.ops import linear as linear_ops
 
 from . import linear
 from .linear import LAYOUT, Inputs
@@ -37,7 +37,7 @@ class Kernels(linear.Kernels):
     """The launches with the op's CPU code: None in place of empty tensors, and a log of the calls."""
 
     def __init__(self) -> None:
-        super().__init__(simple_gla_ops.ops, f"{scalar_gate.__name__}.scalar_decay")
+        super().__init__(linear_ops.simple_gla, f"{scalar_gate.__name__}.scalar_decay")
 
     @property
     def tensors(self) -> tuple[Any, ...]:

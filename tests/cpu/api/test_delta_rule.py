@@ -39,7 +39,7 @@ def test_each_flag_alone() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    module = Kernels(ops.ops, LAUNCH)
+    module = Kernels(ops.delta_rule, LAUNCH)
     serve_by(module, monkeypatch)
     return module
 

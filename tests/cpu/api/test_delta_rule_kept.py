@@ -53,14 +53,14 @@ class KeepingKernels(Kernels):
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
     """Those of the tk backend, which the ops call, too, as they do on a GPU."""
-    module = KeepingKernels(ops.ops, LAUNCH)
+    module = KeepingKernels(ops.delta_rule, LAUNCH)
     serve_by(module, monkeypatch)
-    keeping = ops.ops.keeping
+    keeping = ops.delta_rule.keeping
     assert keeping is not None
     monkeypatch.setattr(keeping, "_has_kernels", lambda q: True)
     of_cuda = {
-        "delta_rule_fwd": ops.ops._fwd_cuda,
-        "delta_rule_bwd": ops.ops._bwd_cuda,
+        "delta_rule_fwd": ops.delta_rule._fwd_cuda,
+        "delta_rule_bwd": ops.delta_rule._bwd_cuda,
         "delta_rule_fwd_kept": keeping._fwd_cuda,
         "delta_rule_bwd_kept": keeping._bwd_cuda,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import UnsupportedError, delta_rule, gla, mlstm, simple_gla, which
 from tfla_tk.backends.tk import device
-from tfla_tk.backends.tk.channel_gate.call import supports_gla
+from tfla_tk.backends.tk.channel_gate import supports_gla
 from tfla_tk.backends.triton import fla, installation, mlstm_kernels
 from tfla_tk.core import dispatch
 

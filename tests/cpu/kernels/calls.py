@@ -13,16 +13,12 @@ from torch.nn.functional import logsigmoid, normalize
 
 import tfla_tk
 from tfla_tk import decode, delta_rule, gla, kda, mlstm, simple_gla
-from tfla_tk.backends.tk import device, refusals, segments
+from tfla_tk.backends.tk import channel_gate, device, refusals, segments
+from tfla_tk.backends.tk import kda as tk_kda
 from tfla_tk.backends.tk import mlstm as tk_mlstm
-from tfla_tk.backends.tk.channel_gate import backward as gla_backward
-from tfla_tk.backends.tk.channel_gate import call as gla_call
-from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.backends.tk.delta_rule import inputs as delta_inputs
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
-from tfla_tk.backends.tk.kda import call as kda_call
-from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.backends.tk.scalar_gate import backward, decoding, forward, walks
 from tfla_tk.core.support import SUPPORTED
 
@@ -34,11 +30,11 @@ from .stand_in import Kernels
 
 Tensors = dict[str, Tensor]
 MODULES = (
-    *(forward, backward, walks, decoding, gla_call, gla_launch, gla_backward),
-    *(delta_call, delta_launch, delta_inputs, kda_call, kda_launch),
+    *(forward, backward, walks, decoding, channel_gate),
+    *(delta_call, delta_launch, delta_inputs, tk_kda),
 )
-MEMOS = [x._forwards for x in (forward, gla_launch, delta_launch, kda_launch)]
-MEMOS += [x._backwards for x in (backward, gla_backward, delta_launch, kda_launch)]
+MEMOS = [x._forwards for x in (forward, channel_gate, delta_launch, tk_kda)]
+MEMOS += [x._backwards for x in (backward, channel_gate, delta_launch, tk_kda)]
 OFFSETS = [0, 70, 70, 134, 270]
 B, T, H = 2, 100, 2
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import launch
+from tfla_tk.backends.tk import channel_gate, segments
 from tfla_tk.calls.linear import GLACore
 from tfla_tk.core.layout import Cut
 
@@ -29,20 +28,20 @@ def test_a_backward_keeps_the_cut_of_its_forward(op: Op, kernels: Kernels, monke
     """And takes its states at the borders; without them it makes them again."""
     cut_into(monkeypatch, 1)
     core = core_of(draw(op))
-    *_, kept = launch.forward(core, output_final_state=False, keep=True)
+    *_, kept = channel_gate.forward(core, output_final_state=False, keep=True)
     do, dht = torch.ones_like(core.v), torch.ones_like(core.initial_state)
-    expected = launch.backward(core, None, do, dht, needs_gates=True)
+    expected = channel_gate.backward(core, None, do, dht, needs_gates=True)
     walks = ["mirror", "left", "right"]
     assert kernels.names() == ["segments", "forward", "segments", "segments", *walks]
     monkeypatch.setattr(segments, "cut", lambda *_: Cut(B, 3))
-    found = launch.backward(core, kept, do, dht, needs_gates=True)
+    found = channel_gate.backward(core, kept, do, dht, needs_gates=True)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
     assert kernels.launches[-1].shape[4] == 1 and kernels.names() == ["segments", *walks]
 
 
 def test_nothing_is_kept_of_whole_sequences(op: Op, kernels: Kernels) -> None:
-    assert launch.forward(core_of(draw(op)), output_final_state=True, keep=True)[2] is None
+    assert channel_gate.forward(core_of(draw(op)), output_final_state=True, keep=True)[2] is None
 
 
 @pytest.mark.parametrize("dims", [(64, 272), (144, 512)], ids=str)

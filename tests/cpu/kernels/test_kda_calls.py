@@ -10,8 +10,7 @@ import torch
 
 from tests.pairs import pairwise
 from tfla_tk import UnsupportedError, build, chunk_kda
-from tfla_tk.backends.tk.kda import call as support
-from tfla_tk.backends.tk.kda import launch
+from tfla_tk.backends.tk import kda as tk_kda
 from tfla_tk.core import dispatch
 
 from .calls import FLAGS, MODULES, OPS, Op, Tensors, assert_close, assert_equal, check, draw, raw, results
@@ -83,7 +82,7 @@ def test_states_with_v_first(packed: bool, op: Op, kernels: KDA) -> None:
 
 
 def verdict_of(x: Tensors, **options: Any) -> Any:
-    return support.supports_kda(dispatch.describe("chunk_kda", **x, **options)[2])
+    return tk_kda.supports_kda(dispatch.describe("chunk_kda", **x, **options)[2])
 
 
 def test_v_of_more_than_the_backward_takes(op: Op, kernels: KDA) -> None:
@@ -100,7 +99,7 @@ def test_v_of_more_than_the_backward_takes(op: Op, kernels: KDA) -> None:
         results(wide, x)
     core = OF_KDA.core_of(x)
     with pytest.raises(UnsupportedError, match="V = 192"):
-        launch.forward(core, output_final_state=False, keep=True)
+        tk_kda.forward(core, output_final_state=False, keep=True)
     with pytest.raises(UnsupportedError, match="V = 192"):
         OF_KDA.backward(core, None)
 
@@ -133,6 +132,6 @@ def test_what_adds_up_heads_is_loaded_before(op: Op, monkeypatch: pytest.MonkeyP
         (3, False, ["kda"]),
     ):
         x = {name: t.requires_grad_(trains) for name, t in draw(op, group=group).items()}
-        assert support.load(dispatch.describe("chunk_kda", **x)[2]).ok
+        assert tk_kda.load(dispatch.describe("chunk_kda", **x)[2]).ok
         assert loaded == expected
         loaded.clear()

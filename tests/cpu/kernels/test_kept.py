@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tfla_tk.backends.tk import kda as tk_kda
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
-from tfla_tk.backends.tk.kda import launch as kda_launch
 from tfla_tk.calls.delta_rule import DeltaRuleCore, KDACore
 from tfla_tk.core.layout import CHUNK, Kept
 
@@ -44,7 +44,7 @@ class Family(NamedTuple):
 OPTIONS = (False, False, False)
 REGISTERED = torch.ops.tfla_tk
 DELTA = Family(OPS["delta"], delta_launch, DeltaRuleCore, (*OPTIONS, False), REGISTERED.delta_rule_fwd_kept)
-KDA = Family(OPS["kda"], kda_launch, KDACore, (*OPTIONS, None, False), REGISTERED.kda_fwd_kept)
+KDA = Family(OPS["kda"], tk_kda, KDACore, (*OPTIONS, None, False), REGISTERED.kda_fwd_kept)
 
 
 @pytest.fixture(params=[DELTA, KDA], ids=["delta", "kda"])

@@ -1,1 +1,1 @@
-"""The reference as a backend, one module for each family."""
+"""The reference as a backend."""

@@ -1,4 +1,4 @@
-"""mLSTM on the ThunderKittens kernels: what the registry finds of it in this backend."""
+"""mLSTM on the ThunderKittens kernels: what `family_module` finds of it in this backend."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ def of_place(where: torch.device) -> Support | None:
 
 
 def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
-    """Why no tile holds the head dims, or None. Any below the largest are held (`ops.linear`)."""
+    """Why no tile holds the head dims, or None. Any below the largest are held (`linear._padded`)."""
     if call.dim_qk <= max_k and call.dim_v <= max_v:
         return None
     return Support(

@@ -17,10 +17,14 @@ from tfla_tk.core.support import Support
 def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Support:
     most = max(instances.DELTA_TILES), instances.MAX_DIM_V
     refusal = refusals.of_call(call, variant, most, refusals.of_scale(call))
-    return refusal or device.supports(call.device, *kernels_for(call))
+    return refusal or device.supports(call.device, *_kernels_for(call))
 
 
-def kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
+def load(call: DeltaRuleCall) -> Support:
+    return device.load(*_kernels_for(call))
+
+
+def _kernels_for(call: DeltaRuleCall) -> tuple[Any, ...]:
     """What tells the kernels of a call, as `device.load` takes it: plain numbers, the head dims alone where
     torch.compile has sizes as symbols."""
     dims, raw = (

@@ -1,1 +1,0 @@
-"""Gated linear attention on the ThunderKittens kernels: what they support, and their launches."""
