@@ -54,7 +54,7 @@ def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.6 * max(value for values in series.values() for value in values.values()))
     axes.set_xlabel("times as fast as the fastest correct baseline")
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
