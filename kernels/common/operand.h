@@ -19,7 +19,7 @@ struct Operand {
 
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-// One [B, H, S] vector of gate pre-activations; strides in elements.
+// One [B, H, S] vector of gates as they are stored: pre-activations, log decays or beta. Strides in elements.
 struct Gate {
     const void* data;
     std::int64_t batch_stride, head_stride, row_stride;

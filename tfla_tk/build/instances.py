@@ -44,7 +44,7 @@ _EVERY = ("CHUNK", "DTYPES", "ADDRESS_BITS")  # what all launchers tell
 class Launcher:
     """The host half of some kernels."""
 
-    name: str  # of the library, for instance ``delta_forward``
+    name: str  # of the library, for instance ``delta_rule``
     source: str  # the file of its launches below ``kernels/``
     bindings: str  # the file of the functions that Python calls, below ``kernels/``
     defines: tuple[tuple[str, str], ...] = ()  # macros and their values
@@ -72,12 +72,12 @@ class Instance:
 
 _SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
 _OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "GATE_KINDS", "STATE_CHUNKS", "FLOW_PARTS")
-# the chunkwise kernels of mLSTM, which serve a scalar decay, too: those without normaliser
+# the chunkwise kernels of mLSTM; a scalar decay takes those without normaliser
 CHUNKWISE = Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE)
 SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
 _OF_DECODING = (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES")
 DECODING = Launcher("decoding", "decode/launcher.cu", "decode/launcher.cpp", (), _OF_DECODING)
-# has the kernels of the gates' gradients, too, with a scalar decay
+# the launcher of the delta rule also launches the kernels that make a scalar decay's gradient
 _DELTA_RULE = ("delta_rule/launcher.cu", "delta_rule/bindings/launcher.cpp")
 _OF_DELTA_RULE = (
     *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS", "GATE_KINDS"),

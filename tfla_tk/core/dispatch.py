@@ -4,8 +4,8 @@
 name serves the call or raises. Plain eager calls of one signature come out of these steps alike, so a plan is
 made once for all of them: such a call makes its signature, looks up the plan, and calls what serves it.
 
-A backend has a module for mLSTM and one for the operators in [B, T, H, D] (`family_module`). It has, for each
-kernel of these,
+A backend has a module for mLSTM and one for the operators in [B, T, H, D], or one for all (`family_module`).
+It has, for each kernel of these,
 
     supports_<kernel>(call, variant) -> Support     whether it serves a call; loads and compiles nothing
     <kernel>(call, variant, *tensors) -> results    serves it; tensors in the order of the family's calls

@@ -36,7 +36,7 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             parts_of(p.dim_v, p.slice_v),
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
-            0,
+            0,  // state_slots: of the walk that makes h alone
             p.gate_kind};
 }
 
@@ -81,7 +81,7 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
               p.chunk_m,
               slots ? TensorMap({p.left.states, states * of_state, of_state, walk.dim_qk}, 1, states,
                                 walk.dim_v, walk.dim_qk, kSliceV, walk.half)
-                    : of_h.box,  // NOTES: a map of what is not there is of something else
+                    : of_h.box,  // any valid map: it is not read
               p.left,
               p.scale,
               p.eps,

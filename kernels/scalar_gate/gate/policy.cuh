@@ -1,11 +1,12 @@
 // Gate policies: what the two gates of a token mean. A policy has
 //   kStabilised   whether weights are relative to a running maximum of the gates, m
 //   kHasInput     whether there is an input gate
-//   input(load)   loads the input gate as stored, by load(none); `none` is the value for a token past the end
-//                 of the sequence, which must add nothing
+//   input(load)   loads the input gate as stored. It calls load(none), where `none` is the value that a token
+//                 past the end of the sequence gets, such that it adds nothing
 //   forget(load)  the same for the forget gate; a token past the end must forget nothing
 //   log2_input, log2_forget           log2 of the gates, from what is stored
-//   input_gradient, forget_gradient   gradient of what is stored, from that of the gate's natural log
+//   input_gradient (with an input gate), forget_gradient
+//                                     gradient of what is stored, from that of the gate's natural log
 // A policy sees one stored number per token. A parameter per head goes through a kernel in front of the walk,
 // as the delta rule's raw inputs do (delta_rule/inputs/).
 #pragma once
@@ -89,8 +90,8 @@ template <class Run> __host__ __device__ inline void with_gate(GateKind kind, Ru
         run(ScalarDecay{});
 }
 
-// The same of a kernel with or without a normaliser: the exponential gate always comes with one, a scalar
-// decay never.
+// The same of a kernel with a normaliser, which no scalar decay has, or without one, which the exponential
+// gate always has.
 template <bool kNormalize, class Run> __device__ inline void with_gate_of_kernel(GateKind kind, Run run) {
     if (kind == GateKind::sigmoid)
         run(SigmoidInput{});

@@ -19,7 +19,7 @@ from tfla_tk.build.toolchain import find_toolchain
 EMULATOR = Path(__file__).parent / "emulator"
 _FLAGS = (
     "-std=c++20",
-    "-O1",
+    "-Og",
     "-ffp-contract=off",
     "-fPIC",
     "-shared",

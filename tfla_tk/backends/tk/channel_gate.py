@@ -13,8 +13,9 @@ the others leave their sums.
 Where sequences are cut into segments (`segments`), a launch before the walks gives the states at the borders
 between segments, and one before the backward's walks the gradients of these; so all walks begin at once. One
 allocation has, in fp32, the states [slots, heads, K, V], then the decays [slots, heads, K] by which they are
-carried from border to border. Slots are the segments less the sequences (segments.cuh). A training call keeps
-it for its backward, which else makes it again; beside it the backward needs the forward's inputs alone.
+carried from border to border. Slots are the segments less the sequences (sequence/segments.cuh). A training
+call keeps it for its backward, which else makes it again; beside it the backward needs the forward's inputs
+alone.
 """
 
 from typing import Any, NamedTuple
@@ -102,8 +103,8 @@ class Shape(Sizes):
     @property
     def walkers_of_states(self) -> int:
         """Per CTA of the walks over the states, of 64 columns of K each: two share the loads of v and do, one
-        alone is done earlier where there are multiprocessors for all. They are other instances, so an option
-        fixes the number. Ignored with V > 128, where two walkers split V."""
+        alone is done earlier where there are multiprocessors for all. Which it is would depend on the batch,
+        so with batch_invariant there are always two. Ignored with V > 128, where two walkers split V."""
         columns = -(-self.dim_k // _WALKER_COLUMNS)
         if columns == 1 or self.dim_v > _TWO_WALKERS_DIM_V:
             return 1
@@ -215,7 +216,7 @@ def _kernels_for(call: LinearCall) -> tuple[Any, ...]:
 
 def _kernels_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> device.Kernels:
     """The kernels that most such calls take; what others take is loaded when they are launched."""
-    sizes = 8, 128, 8, 16, 8192, dim_k, dim_v, 1
+    sizes = 8, 128, 8, 16, 8192, dim_k, dim_v, 1  # of any large batch, as `Sizes` has them
     shape = Shape(*sizes, half, 0, False, batch_invariant=True, walks_cut=Cut(8, 8192))
     found = [shape.walk("forward")]
     if gradients:
@@ -233,7 +234,7 @@ class Forward:
         self._options = core[6:]
         self._device, self._cut = shape.device, shape.cut
         self._last_shape = shape.state_shape
-        # of v's dtype because that need not be said to torch, which is half of the time
+        # allocated in v's dtype: torch needs no dtype then, which halves the time of an allocation
         self._borders_size = shape.borders_bytes // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = _slices_of_k(shape.dim_k)

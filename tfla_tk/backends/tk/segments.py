@@ -2,8 +2,8 @@
 
 A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a kernel that sums what
 each segment but the last of a sequence adds to the state, and a small kernel that carries the states on from
-segment to segment. So it is in the forward, and in the backward's walks for C and for its gradient, with
-their own costs; a forward that keeps its states for the backward takes the backward's cut.
+segment to segment. The forward has these, and so have the backward's walks, for the state and for its
+gradient, with costs of their own; a forward that keeps its states for the backward takes the backward's cut.
 """
 
 import functools
