@@ -48,12 +48,17 @@ def prepare_fla() -> None:
             module.__dict__["range"] = interpreted_range
 
 
+def heads_of(op: str) -> int:
+    """The interpreter's time goes with them, and KDA's kernels take the most of it."""
+    return 1 if op == "chunk_kda" else HEADS
+
+
 def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Differentiable inputs [1, T, H, D] and other arguments."""
-    g = torch.Generator().manual_seed(3)
+    g, heads = torch.Generator().manual_seed(3), heads_of(op)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(1, seq, HEADS, *shape, generator=g)
+        return torch.randn(1, seq, heads, *shape, generator=g)
 
     tensors = {"q": normal(DIM_QK), "k": F.normalize(normal(DIM_QK), dim=-1), "v": normal(DIM_V)}
     if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda"):
@@ -61,7 +66,7 @@ def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor]
     if "delta" in op or op == "chunk_kda":
         tensors["beta"] = torch.sigmoid(normal())
     tensors = {name: t if name == "g" else t.to(dtype) for name, t in tensors.items()}
-    tensors["initial_state"] = torch.randn(1, HEADS, DIM_QK, DIM_V, generator=g)
+    tensors["initial_state"] = torch.randn(1, heads, DIM_QK, DIM_V, generator=g)
     options = {"layer_idx": 1, "num_layers": 4} if op == "chunk_lightning_attn" else {}
     return tensors, options
 
@@ -115,7 +120,7 @@ def raw(op: str) -> Numbers:
     """The gated delta rule or KDA as fla's layers call it: raw inputs, twice as many value heads, V first."""
     prepare_fla()
     g = torch.Generator().manual_seed(4)
-    heads = 1 if op == "chunk_kda" else HEADS  # the interpreter's time goes with them
+    heads = heads_of(op)
     gate = (1, 100, 2 * heads)
     shapes = {"q": (1, 100, heads, DIM_QK), "k": (1, 100, heads, DIM_QK), "v": (*gate, DIM_V)}
     channels = (DIM_QK,) if op == "chunk_kda" else ()

@@ -25,8 +25,8 @@ from .stand_in import MEMORY_RATE, Kernels, launch_instead, watched_memory
 
 K = TypeVar("K", bound=Kernels)
 
-# days in which every unchanged instance is compiled: in one of them as many as take a minute of a CPU core
-TURNS = 30
+# days in which every unchanged instance is compiled: in one of them as many as take half a minute of a CPU core
+TURNS = 60
 
 
 @pytest.fixture(autouse=True)

@@ -144,7 +144,7 @@ def test_what_is_prepared_serves_every_call_like_it(
     """Wherever its tensors begin, on the stream of its time. It holds no tensor."""
     if chunks is not None:
         cut_into(monkeypatch, chunks)
-    x = draw(op, dims, tokens=70)
+    x = draw(op, dims, tokens=20)
     held = [weakref.ref(t) for t in x.values()]
     results(op, x)
     del x
@@ -153,7 +153,7 @@ def test_what_is_prepared_serves_every_call_like_it(
     for stream in (7, 8):
         pretend_a_gpu(monkeypatch, *MODULES, stream=stream)
         kernels.launches.clear()
-        x, prepared = draw(op, dims, tokens=70, seed=stream), kernels.prepared
+        x, prepared = draw(op, dims, tokens=20, seed=stream), kernels.prepared
         expected = check(op, x)
         assert {launch.stream for launch in kernels.launches} == {stream}
         assert kernels.prepared == prepared
@@ -167,7 +167,7 @@ def test_what_is_prepared_serves_every_call_like_it(
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_whichever_call_comes_first(op: Op, dims: Any, kernels: Kernels) -> None:
     """What a first call had to copy says nothing of later ones that lie alike."""
-    x = draw(op, dims, tokens=70)
+    x = draw(op, dims, tokens=20)
     expected = results(op, x)
     for name in ("k", *op.states):
         forget_calls()
@@ -188,7 +188,7 @@ def changes(op: Op, x: Tensors) -> list[tuple[Tensors, dict[str, Any]]]:
         ungated, slopes = {name: t for name, t in x.items() if name != "g"}, torch.linspace(-0.5, 0, H)
         found += [ungated, ungated | {"g_gamma": slopes}, ungated | {"g_gamma": slopes.double()}]
         found += [x | {"g": x["g"].double()}, x | {"initial_state": x["initial_state"].bfloat16()}]
-        found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=70, group=2)]
+        found += [draw(op, x["q"].shape[-1:] + x["v"].shape[-1:], tokens=20, group=2)]
     other = {"eps": 1e-3} if op.is_mlstm else {"scale": 0.5}
     calls: list[tuple[Tensors, dict[str, Any]]] = [*((each, {}) for each in found), (x, other)]
     if op is OPS["decay"]:
@@ -199,7 +199,7 @@ def changes(op: Op, x: Tensors) -> list[tuple[Tensors, dict[str, Any]]]:
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_calls_that_are_not_alike(op: Op, dims: Any, kernels: Kernels) -> None:
     """One after the other they have the results that each has alone."""
-    calls, alone = changes(op, draw(op, dims, tokens=70)), []
+    calls, alone = changes(op, draw(op, dims, tokens=20)), []
     for x, options in calls:
         forget_calls()
         alone.append(results(op, x, **options))
@@ -214,7 +214,7 @@ def test_gradients_that_lie_elsewhere(
     op: Op, dims: Any, layout: Callable[[Tensor], Tensor], kernels: Kernels
 ) -> None:
     """That of an output, in calls of which everything else is alike."""
-    x = draw(op, dims, tokens=70)
+    x = draw(op, dims, tokens=20)
     inputs = {name: t.requires_grad_() for name, t in x.items() if name not in ("m_initial", "cu_seqlens")}
 
     def gradients(moved: int | None) -> tuple[Tensor, ...]:
