@@ -25,7 +25,7 @@ from .stand_in import MEMORY_RATE, Kernels, launch_instead, watched_memory
 
 K = TypeVar("K", bound=Kernels)
 
-# days in which every unchanged instance is compiled: in one of them as many as take half a minute of a CPU core
+# days in which every unchanged instance is compiled: in one of them what takes half a minute of a CPU core
 TURNS = 60
 
 
