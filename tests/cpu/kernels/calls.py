@@ -213,11 +213,17 @@ def results(op: Op, x: Tensors, backend: str = "tk", without: Iterable[str] = ()
     outputs = flat(getattr(tfla_tk, op.name)(**x, **options, backend=backend))
     generator = torch.Generator().manual_seed(7)
     recorded = [y for y in outputs.values() if y.requires_grad][: 1 if "last" in fixed else None]
-    given = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in recorded]
+    given = [random_like(y, generator) for y in recorded]
     inputs = {name: t for name, t in x.items() if t.requires_grad}
     found = torch.autograd.grad(recorded, list(inputs.values()), given, allow_unused=True)
     grads = {f"d{name}": grad for name, grad in zip(inputs, found, strict=True) if grad is not None}
     return {name: y.detach() for name, y in outputs.items()} | grads
+
+
+def random_like(y: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal; a long tensor repeats itself, since drawing takes time."""
+    drawn = torch.randn(min(y.numel(), 1 << 16), generator=generator).to(y.dtype)
+    return drawn.repeat(-(-y.numel() // (1 << 16)))[: y.numel()].view(y.shape)
 
 
 def flat(outputs: Any) -> Tensors:
