@@ -224,12 +224,9 @@ def mlstm_bwd_combine() -> Instance:
 
 def mlstm_walk(gradients: str, tile: tuple[int, int], half: bool, normalize: bool = True) -> Instance:
     """Walks of the backward, of a tile of `walk_tile`: for "dv", or "dq and dk", which share one."""
-    name = f"walk_{gradients.replace(' and ', '_')}"
-    if gradients == "dv":  # which reads no normaliser
-        name, normalize = _of_tile(name, tile), False
-    else:
-        name = _of_tile(name, tile, normalize)
-    kernels = _of_walks("mlstm_pass_kernel", gradients, tile, half, normalize)
+    of_dv = gradients == "dv"  # it reads no normaliser
+    name = _of_tile(f"walk_{gradients.replace(' and ', '_')}", tile, normalize or of_dv)
+    kernels = _of_walks("mlstm_pass_kernel", gradients, tile, half, normalize and not of_dv)
     return _instance(CHUNKWISE, name, "backward/walk/kernel.cuh", kernels, half)
 
 

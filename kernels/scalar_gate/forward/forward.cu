@@ -36,7 +36,7 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             parts_of(p.dim_v, p.slice_v),
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
-            0,  // state_slots: of the walk that makes h alone
+            0,  // state_slots: run_mlstm_fwd sets them for the kernel that makes h
             p.gate_kind};
 }
 
