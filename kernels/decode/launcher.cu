@@ -6,6 +6,7 @@
 #include "decode/grids.h"
 #include "decode/kernel.cuh"
 #include "decode/mlstm/launch.cuh"
+#include "sequence/family_launcher.h"
 
 namespace tfla_tk::decode {
 
@@ -118,3 +119,15 @@ void run_decode(const DecodeParams& params, void* stream) {
 }
 
 }  // namespace tfla_tk
+
+const tfla_tk::Launcher* tfla_launcher() {
+    using namespace tfla_tk;
+    static const Launcher of_tokens{
+        {runs<&run_decode>("decode"), tells<&decode_columns>("decode_columns"), runs<&run_mlstm>("mlstm")},
+        {{"DECODE_TOKENS", kDecodeTokens},
+         {"MAX_KEYS", kMlstmKeys},
+         {"MAX_TOKENS", kMlstmTokens},
+         {"MAX_SLICES", kMlstmSlices}}};
+    static const Launcher launcher = joined({of_tokens});
+    return &launcher;
+}

@@ -21,7 +21,7 @@ from tfla_tk.build.compiler import CompileResult
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.cli import main
 
-TOY = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
+TOY = Launcher("toy", "toy/launcher.cu")
 
 
 def toy(name: str, dtype: str) -> Instance:

@@ -93,7 +93,7 @@ def source_key(artifact: Artifact, kittens: str) -> str:
         text = compiler.source_of([artifact]), sorted(artifact.launcher.defines)
         return _digest_of([text, _source_digests((artifact.header,)), kittens, DEVICE_FLAGS])
     if isinstance(artifact, Launcher):
-        files = artifact.source, artifact.bindings, compiler.LOADER_SOURCE
+        files = artifact.source, compiler.LOADER_SOURCE
         flags = compiler.LAUNCHER_FLAGS, compiler.HOST_FLAGS, compiler.LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
     return _digest_of([_source_digests((compiler.EXTENSION_SOURCE,)), compiler.HOST_FLAGS])

@@ -97,12 +97,10 @@ def compile_launcher(
 ) -> None:
     """Compile the host half of some kernels to a library, which needs neither Python nor a driver."""
     root, nvcc = sources.kernels_root(), str(toolchain.nvcc)
-    includes, defines = [f"-I{root}", f"-I{toolchain.include}"], _defines(launcher)
-    device_includes = f"-I{root}", f"-I{kittens.include}"
+    flags = *LAUNCHER_FLAGS, *_defines(launcher), f"-I{root}", f"-I{kittens.include}"
     steps = {
-        "launches": [nvcc, *LAUNCHER_FLAGS, *defines, *device_includes, str(root / launcher.source)],
-        "bindings": [nvcc, *HOST_FLAGS, *defines, *includes, str(root / launcher.bindings)],
-        "loader": [nvcc, *HOST_FLAGS, *includes, str(root / LOADER_SOURCE)],
+        "launches": [nvcc, *flags, str(root / launcher.source)],
+        "loader": [nvcc, *HOST_FLAGS, f"-I{root}", f"-I{toolchain.include}", str(root / LOADER_SOURCE)],
     }
     objects = {step: str(library.with_suffix(f".{step}.o")) for step in steps}
     with ThreadPoolExecutor(len(steps)) as pool:

@@ -45,8 +45,7 @@ class Launcher:
     """The host half of some kernels."""
 
     name: str  # of the library, for instance ``delta_rule``
-    source: str  # the file of its launches below ``kernels/``
-    bindings: str  # the file of the functions that Python calls, below ``kernels/``
+    source: str  # its file below ``kernels/``
     defines: tuple[tuple[str, str], ...] = ()  # macros and their values
     exports: tuple[str, ...] = _EVERY  # what it tells that ``EXPECTED`` has, too
 
@@ -70,23 +69,21 @@ class Instance:
         return hash(self.name)
 
 
-_SCALAR_GATE = ("scalar_gate/launcher.cu", "scalar_gate/bindings/launcher.cpp")
+_SCALAR_GATE = "scalar_gate/launcher.cu"
 _OF_SCALAR_GATE = (*_EVERY, "ANCHOR_CHUNKS", "GRADIENTS", "GATE_KINDS", "STATE_CHUNKS", "FLOW_PARTS")
 # the chunkwise kernels of mLSTM; a scalar decay takes those without normaliser
-CHUNKWISE = Launcher("mlstm", *_SCALAR_GATE, (), _OF_SCALAR_GATE)
-SEQUENTIAL = Launcher("sequential", *_SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
+CHUNKWISE = Launcher("mlstm", _SCALAR_GATE, (), _OF_SCALAR_GATE)
+SEQUENTIAL = Launcher("sequential", _SCALAR_GATE, (("TFLA_SEQUENTIAL", "1"),), _OF_SCALAR_GATE)
 _OF_DECODING = (*_EVERY, "DECODE_TOKENS", "MAX_KEYS", "MAX_TOKENS", "MAX_SLICES")
-DECODING = Launcher("decoding", "decode/launcher.cu", "decode/launcher.cpp", (), _OF_DECODING)
+DECODING = Launcher("decoding", "decode/launcher.cu", (), _OF_DECODING)
 # the launcher of the delta rule also launches the kernels that make a scalar decay's gradient
-_DELTA_RULE = ("delta_rule/launcher.cu", "delta_rule/bindings/launcher.cpp")
 _OF_DELTA_RULE = (
     *(*_EVERY, "SEGMENT_CHUNKS", "DELTA_ANCHOR_CHUNKS", "ANCHOR_CHUNKS", "GATE_KINDS"),
     *("DELTA_SLICE_COLUMNS", "DELTA_DECAY_CHUNKS", "DELTA_KEYS_WARPS"),
 )
-DELTA_RULE = Launcher("delta_rule", *_DELTA_RULE, (), _OF_DELTA_RULE)
-_GLA = ("channel_gate/launcher.cu", "channel_gate/bindings/launcher.cpp")
-GLA = Launcher("gla", *_GLA, (), (*_EVERY, "ANCHOR_CHUNKS"))
-KDA = Launcher("kda", "kda/launcher.cu", "kda/bindings/launcher.cpp")
+DELTA_RULE = Launcher("delta_rule", "delta_rule/launcher.cu", (), _OF_DELTA_RULE)
+GLA = Launcher("gla", "channel_gate/launcher.cu", (), (*_EVERY, "ANCHOR_CHUNKS"))
+KDA = Launcher("kda", "kda/launcher.cu")
 
 
 @functools.cache

@@ -41,19 +41,13 @@ template <int kAdds> __global__ void toy_kernel(float* out) { out[threadIdx.x] +
 """
 
 # a template's static would be shared between libraries, were their symbols not their own
-TOY_LAUNCHES = """
-#include "toy/answer.h"
-#include "toy/kernel.cuh"
-template <typename T> struct Constant { static inline int value = ANSWER; };
-int answer() { return Constant<int>::value; }
-"""
-
-TOY_BINDINGS = """
+TOY_LAUNCHER = """
 #include <cuda.h>
 #include "common/launcher.h"
-#include "toy/answer.h"
+#include "toy/kernel.cuh"
 using tfla_tk::Arguments;
-static std::vector<std::int64_t> answer_(Arguments&) { return {answer()}; }
+template <typename T> struct Constant { static inline int value = ANSWER; };
+static std::vector<std::int64_t> answer(Arguments&) { return {Constant<int>::value}; }
 static std::vector<std::int64_t> encode(Arguments&) {
     return {cuTensorMapEncodeTiled(
         nullptr, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 0, nullptr, nullptr, nullptr, nullptr, nullptr,
@@ -62,7 +56,7 @@ static std::vector<std::int64_t> encode(Arguments&) {
 }
 const tfla_tk::Launcher* tfla_launcher() {
     static const tfla_tk::Launcher launcher{
-        {{.name = "answer", .tell = &answer_}, {.name = "encode", .tell = &encode}},
+        {{.name = "answer", .tell = &answer}, {.name = "encode", .tell = &encode}},
         {{"CHUNK", 64}, {"CODES.one", 1}}};
     return &launcher;
 }
@@ -100,10 +94,8 @@ def kernel_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     files = {
         "common/deep.h": "#pragma once\n",
         "common/unused.h": "#pragma once\n",
-        "toy/answer.h": "#pragma once\nint answer();\n",
-        "toy/bindings.cpp": TOY_BINDINGS,
         "toy/kernel.cuh": TOY_KERNEL,
-        "toy/launches.cu": TOY_LAUNCHES,
+        "toy/launcher.cu": TOY_LAUNCHER,
         "toy/parts/conditional.cuh": "#pragma once\n",
         "toy/parts/part.cuh": '#pragma once\n#include "../../other/shared.cuh"\n',
         "toy/unused.cuh": "#pragma once\n",
@@ -119,7 +111,7 @@ def kernel_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def toy_launcher(answer: int) -> Launcher:
     defines = (("ANSWER", str(answer)),)
-    return Launcher(f"toy_{answer}", "toy/launches.cu", "toy/bindings.cpp", defines, ("CHUNK",))
+    return Launcher(f"toy_{answer}", "toy/launcher.cu", defines, ("CHUNK",))
 
 
 def toy_instance(adds: int, kernel: str = "toy_kernel") -> Instance:

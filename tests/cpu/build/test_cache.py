@@ -94,8 +94,7 @@ EDITS = {
     "launcher": COMMON
     | OF_THE_MACHINE
     | {
-        "the launches": lambda a, root, mp: edit(root / "toy/launches.cu"),
-        "the bindings": lambda a, root, mp: edit(root / "toy/bindings.cpp"),
+        "the launches": lambda a, root, mp: edit(root / "toy/launcher.cu"),
         "what all launchers have": lambda a, root, mp: edit(root / "common/loaded_kernels.cpp"),
         "flags": lambda a, root, mp: mp.setattr(cache.compiler, "LAUNCHER_FLAGS", ("-G",)),
     },
@@ -148,7 +147,7 @@ def test_the_key_ignores_comments_other_families_and_places(
         "toy/unused.cuh",
         "toy/parts/new.cuh",
         "common/unused.h",
-        "toy/launches.cu",
+        "toy/launcher.cu",
     ):
         (kernel_sources / name).write_text("changed")
     header = kernel_sources / toy.header
@@ -161,7 +160,7 @@ def test_the_key_follows_every_include_of_the_kernels() -> None:
     """What is compiled depends on the files that the compiler opens, but for what lies outside kernels/."""
     root = sources.kernels_root()
     begun = {instance.header for instance in all_instances()}
-    begun |= {file for launcher in shipped_launchers() for file in (launcher.source, launcher.bindings)}
+    begun |= {launcher.source for launcher in shipped_launchers()}
     for file in begun:
         found = {name for name, _ in cache._source_digests((file,))}
         assert file in found
@@ -386,7 +385,7 @@ def compile_into(missing, scratch):
     file.write_bytes(b"code")
     return file, "log"
 
-toy = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
+toy = Launcher("toy", "toy/launcher.cu")
 (entry,) = cache.find_or_build({toy: "0" * 32}, compile_into).values()
 print(entry.built, entry.file)
 """
@@ -422,7 +421,7 @@ def test_a_killed_process_releases_the_lock(
     wait_for(notes)
     builder.send_signal(signal.SIGKILL)
     builder.communicate(timeout=60)
-    toy = Launcher("toy", "toy/launches.cu", "toy/bindings.cpp")
+    toy = Launcher("toy", "toy/launcher.cu")
     assert list(cache.modules_dir().glob(".*"))
     assert find_or_build(toy, KEY, compiler).built
     assert not list(cache.modules_dir().glob(".*"))

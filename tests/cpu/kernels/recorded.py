@@ -86,18 +86,17 @@ def _compiled(launcher: Launcher, folder: Path) -> tuple[Path, Path]:
             compiled = {
                 root / launcher.source: compiler.LAUNCHER_FLAGS,
                 source: compiler.LAUNCHER_FLAGS,
-                root / launcher.bindings: compiler.HOST_FLAGS,
                 RECORDER: compiler.HOST_FLAGS,
             }
             objects = []
             for n, (file, flags) in enumerate(compiled.items()):
                 objects.append(f"{scratch}/{n}.o")
                 _run([*common, *flags, "-c", str(file), "-o", objects[-1]])
-            launches, of_instances, bindings, recorder = objects
+            launches, of_instances, recorder = objects
             made = Path(scratch) / "made"
             made.mkdir()
             link = [str(toolchain.nvcc), "-shared", "-cudart=none", "-Xlinker=-Bsymbolic", recorder]
-            _run([*link, launches, bindings, "-o", str(made / libraries[0].name)])
+            _run([*link, launches, "-o", str(made / libraries[0].name)])
             _run([*link, of_instances, "-o", str(made / libraries[1].name)])
             made.rename(place)
     return libraries

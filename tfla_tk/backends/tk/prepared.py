@@ -1,7 +1,7 @@
 """Tensors as kernels take them: addresses, strides, codes of dtypes, copies of what they cannot read; and
 launches that are prepared once for all calls of a kind.
 
-A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/prepared_launches.h).
+A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/launcher.h).
 """
 
 import functools

@@ -2,6 +2,5 @@
 #include "machine.h"
 
 #include "decode/launcher.cu"
-#include "decode/launcher.cpp"
 
 void tfla_load_kernels(const char*) {}
