@@ -73,16 +73,6 @@ __device__ inline void expect_in_cta(const kittens::semaphore& own, uint32_t byt
         : "memory");
 }
 
-// Stores 16 bytes from registers in another CTA, at `address` there; they complete the barrier at `arrived`
-// there (address_in_cta).
-__device__ inline void store_in_cta(uint32_t address, float4 x, uint32_t arrived) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::
-            "r"(address),
-        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(arrived)
-        : "memory");
-}
-
 // Starts a copy of `bytes` of shared memory to the address in another CTA that corresponds to `to` in this
 // one. They complete `arrived` there. Called by one thread; 16-byte aligned.
 __device__ inline void send_to_cta(const void* own, const void* to, uint32_t bytes,

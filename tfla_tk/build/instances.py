@@ -329,13 +329,11 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     # dbeta of sums over V; what adds up parts of dq and dk
     "delta_strength": ("strength", "backward/strength.cuh", "delta_strength_kernel"),
     "delta_combine": ("combine", "backward/combine.cuh", "delta_combine_kernel<{type}>"),
-    # the walks of the backward over the states, K of more than 128; paired: of two CTAs that share results
+    # the walks of the backward over the states, K of more than 128
     "delta_left": ("left", "backward/states/kernel.cuh",
-                   "delta_states_kernel<StatesConfig<{type}, StateWalk::left, false>>"),
-    "delta_paired_left": ("paired_left", "backward/states/kernel.cuh",
-                          "delta_states_kernel<StatesConfig<{type}, StateWalk::left, true>>"),
+                   "delta_states_kernel<StatesConfig<{type}, StateWalk::left>>"),
     "delta_right": ("right", "backward/states/kernel.cuh",
-                    "delta_states_kernel<StatesConfig<{type}, StateWalk::right, false>>"),
+                    "delta_states_kernel<StatesConfig<{type}, StateWalk::right>>"),
     # the walk of the forward, and its mirror. makers: CTAs of a cluster that take turns at making the
     # operands: 1, or as pairs 2, with two walkers
     "gla_forward": ("forward_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
@@ -449,7 +447,7 @@ def _delta_instances(half: bool) -> Iterator[Instance]:
             yield of("delta_maps", tile=tile)
     yield of("delta_forward_in_walk", tile=128, walkers=2)
     yield from (of("delta_gradients", and_sums=sums) for sums in (False, True))
-    yield from map(of, ("delta_combine", "delta_left", "delta_paired_left", "delta_right"))
+    yield from map(of, ("delta_combine", "delta_left", "delta_right"))
 
 
 def _gla_instances(half: bool) -> Iterator[Instance]:

@@ -59,30 +59,17 @@ template <class C> struct KeySteps {
             x = {x.x + y.x, x.y + y.y};
         });
     }
-    // scaled = round(factors times by and `constant`), pair by pair
-    template <class Round>
-    __device__ static inline void scale_and_round(Fragment* scaled, const Factors& factors,
-                                                  const TokenFactors& by, float constant, Round round) {
+    // scaled = factors times by and `constant`, rounded
+    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
+                                        float constant) {
         const int lane = fresh_laneid();
         each<0, kTokenSteps>([&](int j) {
             const auto of_tokens = by.columns(j, lane);
             each<0, 4>([&](int k) {
                 const float2 x = to_float2(factors[j].tiles[0][0].data[k]);
                 const float2 e = times(of_tokens.of[k / 2], constant);
-                scaled[j].tiles[0][0].data[k] = round(float2{e.x * x.x, e.y * x.y});
+                scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * x.x, e.y * x.y});
             });
-        });
-    }
-    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
-                                        float constant) {
-        scale_and_round(scaled, factors, by, constant, [](float2 x) { return from_float2<T2>(x); });
-    }
-    // dropped = what scale() drops when it rounds, itself rounded
-    __device__ static inline void scale_dropped(Fragment* dropped, const Factors& factors,
-                                                const TokenFactors& by, float constant) {
-        scale_and_round(dropped, factors, by, constant, [](float2 x) {
-            const float2 kept = to_float2(from_float2<T2>(x));
-            return from_float2<T2>({x.x - kept.x, x.y - kept.y});
         });
     }
     // result = result times by and `constant`
@@ -97,10 +84,10 @@ template <class C> struct KeySteps {
     }
     // Adds to `through` the products of a result with `factors` times by and `constant`, rounded as scale()
     // rounds them. Then scales the result by the same. factors(j): of the j-th 16 tokens. kSquares: also the
-    // squares, if `squares`; that takes a register more.
+    // squares, which takes a register more.
     template <bool kSquares = true, class Sums, class OfTokens>
     __device__ static inline void sum_and_scale(Sums& through, Tokens& result, OfTokens factors,
-                                                const TokenFactors& by, float constant, bool squares = true) {
+                                                const TokenFactors& by, float constant) {
         const int lane = fresh_laneid();
         each<0, kTokenSteps>([&](int j) {
             const auto of_tokens = by.columns(j, lane);
@@ -110,27 +97,12 @@ template <class C> struct KeySteps {
                 const float2 x = to_float2(factor.tiles[0][0].data[k]);
                 const float2 e = times(of_tokens.of[k / 2], constant);
                 const float2 scaled{e.x * x.x, e.y * x.y};
-                through.add(scaled, to_float2(from_float2<T2>(scaled)), of_pairs[k],
-                            kSquares && squares && k == 0);
+                through.add(scaled, to_float2(from_float2<T2>(scaled)), of_pairs[k], kSquares && k == 0);
             });
             // NOTES: before the result is scaled; else ptxas keeps it in other registers, too (C7511)
             through.pin();
             each<0, 4>([&](int k) { scale_in_place(of_pairs[k], times(of_tokens.of[k / 2], constant)); });
         });
-    }
-    // The same with factors that are not rounded.
-    template <bool kSquares = true, class Sums, class OfTokens>
-    __device__ static inline void scale_and_sum(Sums& through, Tokens& result, OfTokens factors,
-                                                const TokenFactors& by, float constant, bool squares = true) {
-        scale(result, by, constant);
-        each<0, kTokenSteps>([&](int j) {
-            const Fragment& factor = factors(j);
-            each<0, 4>([&](int k) {
-                const float2 x = to_float2(factor.tiles[0][0].data[k]);
-                through.add(x, x, result.tiles[0][j].data[k], kSquares && squares && k == 0);
-            });
-        });
-        through.pin();
     }
     // Of the pair of tokens in data[k] of the j-th 16, whose factors are given.
     __device__ static inline float2 product(const Fragment& factor, const Tokens& result, int j, int k) {

@@ -5,8 +5,6 @@
 // sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
 // parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
 // adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
-// Where the right walk adds also what rounding drops (adds_dropped), s e^b q and e^b k are not rounded. Then
-// what a chunk receives is summed with exact factors.
 #pragma once
 
 #include "delta_rule/backward/token_sums.cuh"

@@ -70,8 +70,6 @@ void run_mlstm_fwd(const MlstmFwdParams& p, void* stream) {
     const auto of_h = ResultMaps::of([&](int rows) { return map(p.h, walk.heads, walk.dim_v, rows); });
     Globals g{fwd_walk_globals(walk),
               map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
-              walk.k,
-              walk.v,
               GateWords(walk.i),
               GateWords(walk.f),
               of_h,

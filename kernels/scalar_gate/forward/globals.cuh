@@ -68,7 +68,6 @@ struct FwdWalkGlobals {
 
 struct Globals : FwdWalkGlobals {
     TensorMap q;
-    Operand keys, values;        // k and v, for direct loads
     GateWords i_words, f_words;  // i and f, for GateStream
     ResultMaps h;
     State last;

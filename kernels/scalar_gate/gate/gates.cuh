@@ -117,7 +117,7 @@ template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const 
 template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
 
 template <class T> struct DeferredDecay {
-    static constexpr bool kFollowsWeights = false, kRunsAhead = false;
+    static constexpr bool kFollowsWeights = false;
     float log2 = 0.f;
 
     DeferredDecay() = default;
@@ -137,8 +137,7 @@ template <class T> struct DeferredDecay {
 };
 
 // Scans the chunks of one head, by one warp; lane l has tokens 2 l and 2 l + 1 of a chunk. Owed: the policy
-// of the state's scale (DeferredDecay, PrescaledDecay, FollowedWeights). Its log2 ends at 0, unless it
-// follows the weights.
+// of the state's scale (DeferredDecay, FollowedWeights). Its log2 ends at 0, unless it follows the weights.
 template <class T, class P, class Owed = DeferredDecay<T>> struct GateScan {
     FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with gates that are not stabilised
     Owed owed{};

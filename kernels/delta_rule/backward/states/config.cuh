@@ -1,8 +1,6 @@
 // Tiles, warpgroup roles and shared memory of the walks for the gradients of q and k.
 #pragma once
 
-#include <type_traits>
-
 #include "common/store_rows.cuh"
 #include "delta_rule/backward/sums.cuh"
 #include "delta_rule/walk.cuh"
@@ -11,13 +9,11 @@ namespace tfla_tk::delta_rule {
 
 enum class StateWalk { left, right };
 
-// kInPairs: the two CTAs that share results are a cluster (pair.cuh).
-template <class Type, StateWalk kWhich, bool kInPairs = false> struct StatesConfig {
+template <class Type, StateWalk kWhich> struct StatesConfig {
     using T = Type;
     static constexpr int kDimV = 128, kWalkers = 2;  // of V: a slice
     static constexpr StateWalk kWalk = kWhich;
-    static constexpr bool kIsLeft = kWalk == StateWalk::left, kPaired = kInPairs;
-    static_assert(kIsLeft || !kPaired);
+    static constexpr bool kIsLeft = kWalk == StateWalk::left;
     static constexpr int kThreads = 128 * (kWalkers + 1);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
@@ -29,12 +25,6 @@ template <class Type, StateWalk kWhich, bool kInPairs = false> struct StatesConf
     using Values = PanelTile<T, kChunk, kDimV>;
     using Square = PanelTile<T, kChunk, kChunk>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of K, of one walker
-    // the other CTA's part of a walker's result, as the walker's threads have it in registers
-    struct Sent {
-        float4 units[kChunk * kWalkerColumns / 4 / 128][128];
-    };
-    static constexpr bool kKeepsLow =
-        !kPaired;  // slices of V that take turns leave sums in 24 bits (turns.cuh)
 };
 
 // Eight bits of each number of a walker's result, those below its upper half, as the walker's threads have
@@ -89,12 +79,6 @@ struct StatesGates {
     float decay;  // e^{b_L}
 };
 
-// Whether the right walk adds to dS also what rounding drops of s e^b q and e^b k: where so little decays
-// that these errors would add up over the chunks. Not where nothing decays: e^b = 1 rounds nothing.
-__device__ inline bool adds_dropped(const StatesGates& gates) {
-    return gates.decay >= 1.f / 4 && gates.decay < 1.f;
-}
-
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
 // computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {
@@ -138,8 +122,7 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    // then dq and the left part of dk, until they are stored; in a pair `keys` is what this CTA keeps
-    typename C::Columns queries, keys;
+    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -151,27 +134,13 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// What each walker adds its results to: those of the turn before, or of the other CTA of a pair. In the right
-// walk they are in the stages.
-template <class C, bool kIsLeft = C::kIsLeft, bool kPaired = C::kPaired> struct EarlierResults {
+// What each walker adds its results to: those of the turn before. In the right walk they are in the stages.
+template <class C, StateWalk> struct EarlierResults {
     typename C::Columns dq[C::kWalkers], left[C::kWalkers];
     LowBytes low[C::kWalkers][2];  // of dq and of left
 };
-template <class C> struct EarlierResults<C, true, true> {
-    typename C::Sent sent[C::kWalkers];  // by the other CTA
-};
-template <class C> struct EarlierResults<C, false, false> {
+template <class C> struct EarlierResults<C, StateWalk::right> {
     LowBytes low[C::kWalkers][1];
-};
-
-// Barriers of a pair: what the other CTA has sent is there; it has read what this one has sent.
-template <class C> struct PairBarriers {
-    semaphore arrived[C::kWalkers], read[C::kWalkers];
-
-    __device__ inline void init() {
-        for (auto& of_walker : arrived) init_semaphore(of_walker, 1);
-        for (auto& of_walker : read) init_warp_barrier(of_walker, 4);
-    }
 };
 
 // R and E of a chunk.
@@ -183,7 +152,7 @@ template <class C> struct StatesMemory {
     // left walk: of dq, of left, and of their low bytes; right walk: of dk or the left part, and of low bytes
     static constexpr int kEarlierArrivals = C::kIsLeft ? 3 : 2;
     static constexpr bool kHasGateRing = !C::kIsLeft;  // else no room
-    static constexpr int kOthers = sizeof(ChunkScores<C>) + sizeof(EarlierResults<C>) +
+    static constexpr int kOthers = sizeof(ChunkScores<C>) + sizeof(EarlierResults<C, C::kWalk>) +
                                    (kHasGateRing ? sizeof(GateRing) : 0) + 512;  // 512: barriers, the task
     static constexpr int kFitting =
         (MAX_SHARED_MEMORY - kOthers) / (sizeof(StatesStage<C>) + sizeof(StatesGates));
@@ -191,7 +160,7 @@ template <class C> struct StatesMemory {
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores;
-    EarlierResults<C> earlier;
+    EarlierResults<C, C::kWalk> earlier;
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results
@@ -201,7 +170,6 @@ template <class C> struct StatesMemory {
     semaphore tail_landed[3];                         // of each loading warp
     StatesTask task;
     GateRingIf<kHasGateRing> gate_ring;
-    std::conditional_t<C::kPaired, PairBarriers<C>, Nothing> pair_barriers;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = 2;
@@ -215,7 +183,6 @@ template <class C> struct StatesMemory {
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& read : out_read) init_warp_barrier(read, 1);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
-        if constexpr (C::kPaired) pair_barriers.init();
         publish_barriers();
     }
 };

@@ -6,8 +6,7 @@
 //   delta_right  backward in time: dk (right.cuh)
 // One CTA of either owns a (segment, head, slice of V, 128 columns of K):
 //     producer   loads writes, dO, dV, q, k and the results of the turn before (the right walk first the left
-//                part of dk); scans the gates; stores the results. The CTAs of a pair exchange theirs
-//                (pair.cuh)
+//                part of dk); scans the gates; stores the results
 //     walkers    two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule-backward.md.
 #pragma once
@@ -20,17 +19,12 @@
 
 namespace tfla_tk::delta_rule {
 
-// The number of a CTA, for its first warp. The two CTAs of a pair are neighbours in the grid and run side by
-// side. Other CTAs that share results wait for each other, so they draw tickets
+// The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
 // in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
 // GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
 // time, those of the same turn of other results follow them, and each turn is late once per launch, not once
 // per CTA.
-template <class C> __device__ inline int block_of_states(const StatesGlobals& g) {
-    if constexpr (C::kPaired) {
-        const int result = blockIdx.x / 2 / g.ctas, cta = blockIdx.x / 2 % g.ctas;
-        return (result * 2 + cta_in_cluster()) * g.ctas + cta;
-    }
+__device__ inline int block_of_states(const StatesGlobals& g) {
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;
     if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
@@ -50,11 +44,10 @@ __global__ __launch_bounds__(C::kThreads,
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
         const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-        if (!begin_task<C>(g, smem, block_of_states<C>(g), [&] {
+        if (!begin_task<C>(g, smem, block_of_states(g), [&] {
                 g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
             }))
             return;
-        if constexpr (C::kPaired) cluster_sync();  // the other CTA has initialised its barriers
         if (warpgroup_id == 0) {
             set_registers<C::kProducerRegisters, C::kThreads, 1>();
             const int warp = warpgroup::warpid();
@@ -73,7 +66,6 @@ __global__ __launch_bounds__(C::kThreads,
             else
                 walk_right(g, smem);
         }
-        if constexpr (C::kPaired) cluster_sync();  // the other CTA may still arrive on this one's barriers
     }
 }
 

@@ -7,16 +7,12 @@
 //   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
 //      left in the places of q and k.
 //   7. Wait for S; hand the stage over.
-// In a pair of CTAs (pair.cuh) the result that the other CTA keeps comes first in steps 2 to 5. In step 6 it
-// is sent as soon as it is there; what the other CTA has sent is added to the one that stays, which is put in
-// the place of k.
 // NOTES: where tokens hardly decay the writes are what the forward has added (gates.cuh), and step 5 rounds
 // nothing, so S is the forward's, where each token corrects the errors of those before it. Else the decay is
 // on the keys, not on the writes: the right walk has the keys in registers and can sum with the same rounded
 // numbers (sums.cuh).
 #pragma once
 
-#include "delta_rule/backward/states/pair.cuh"
 #include "delta_rule/backward/states/turns.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -24,8 +20,8 @@ namespace tfla_tk::delta_rule {
 template <class C> __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem) {
     using W = StatesWalker<C>;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
-    typename W::State state;                   // S
-    typename W::Tokens scores, first, second;  // dq and left, in a pair the kept one last
+    typename W::State state;  // S
+    typename W::Tokens scores, dq, left;
     typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then the scaled keys
     auto& scaled = reinterpret_cast<typename W::Factors&>(read);
     typename W::Factors keys;
@@ -43,89 +39,64 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
-        const bool dq_first = !C::kPaired || task.turn != 0;
-        auto values_of = [&](bool dq) -> const auto& { return dq ? stage.dout : stage.dv; };
-        auto scores_of = [&](bool dq) -> const auto& { return dq ? tiles.reads : tiles.erasures; };
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         if (is_anchor(task, chunk) && column() < g.dim_k)
             store_anchor<C>(anchor_units<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid()), read);
         warp::mul(state, state, gates.decay);
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
-        W::read_state(first, read, values_of(dq_first));
+        W::read_state(dq, read, stage.dout);
         wait_but<kStateSteps>();
         wait_scores_read(smem, chunk);
         W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
-        W::read_state(second, read, values_of(!dq_first));  // 3
+        W::read_state(left, read, stage.dv);  // 3
         meet_walkers<C>();
         W::load(keys, columns.keys);
         wait_but<kStateSteps>();
-        pin(first);
+        pin(dq);
         // NOTES: loaded where they are used, to save registers
-        typename W::Fragment of_first, of_second;
-        auto first_factor = [&](int j) -> const auto& {
-            W::load(of_first, dq_first ? columns.queries : columns.keys, j);
-            return of_first;
+        typename W::Fragment of_queries;
+        auto query = [&](int j) -> const auto& {
+            W::load(of_queries, columns.queries, j);
+            return of_queries;
         };
-        auto second_factor = [&](int j) -> const auto& {
-            if constexpr (!C::kPaired) return keys[j];
-            W::load(of_second, dq_first ? columns.keys : columns.queries, j);
-            return of_second;
-        };
-        const bool sums = task.whole != nullptr, exact = adds_dropped(gates);
+        const bool sums = task.whole != nullptr;
         ThroughState<false> through;
-        // NOTES: of dq without squares, which saves a register where dq is known to come first
-        auto scale = [&]<bool kSquares>(auto& result, bool dq, auto factor) {
-            const float constant = dq ? g.scale : -1.f;
-            if (!sums)
-                W::scale(result, gates.read, constant);
-            else if (exact)
-                W::template scale_and_sum<kSquares>(through, result, factor, gates.read, constant, !dq);
+        auto scale = [&]<bool kSquares>(auto& result, float constant, auto factor) {
+            if (sums)
+                W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant);
             else
-                W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant, !dq);
+                W::scale(result, gates.read, constant);
         };
-        scale.template operator()<C::kPaired>(first, dq_first, first_factor);
-        add_rows(first, keys, scores_of(dq_first));  // 4
+        scale.template operator()<false>(dq, g.scale, query);
+        add_rows(dq, keys, tiles.reads);  // 4
         wait_but<kTokenSteps>();
-        pin(second);
+        pin(left);
         pin_all(read);
-        scale.template operator()<true>(second, !dq_first, second_factor);
-        add_rows(second, keys, scores_of(!dq_first));
+        scale.template operator()<true>(left, -1.f, [&](int j) -> const auto& { return keys[j]; });
+        add_rows(left, keys, tiles.erasures);
         W::scale(scaled, keys, gates.update, 1.f);  // 5
         add_columns(state, scaled, stage.writes);
-        if constexpr (C::kPaired) {  // 6
-            wait_but<2 * kTokenSteps>();
-            pin(first);
-            Pair<C>(smem, walker()).send(first, chunk);
-        }
-        wait_but<kTokenSteps>();
-        pin(first), pin(second);
+        wait_but<kTokenSteps>();  // 6
+        pin(dq), pin(left);
         if (sums && column() < g.dim_k)
             store_sums(g, task, chunk, part(), SumsThroughState::of(through),
                        token_sums(fresh_laneid(), [&](int j, int k) {
-                           if (k == 0) first_factor(j), second_factor(j);
-                           const float2 x = W::product(of_first, first, j, k);
-                           const float2 y = W::product(C::kPaired ? of_second : keys[j], second, j, k);
+                           if (k == 0) query(j);
+                           const float2 x = W::product(of_queries, dq, j, k);
+                           const float2 y = W::product(keys[j], left, j, k);
                            return float2{x.x + y.x, x.y + y.y};
                        }));
-        if constexpr (C::kPaired) {
-            const Pair<C> pair(smem, walker());
-            pair.add_sent(second, chunk);
-            W::store(columns.keys, second);
-            fence_async_proxy();
-            pair.free_sent();
-        } else {
-            const Turns<C> turns{g, smem, walker()};
-            if (task.turn > 0) {
-                wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
-                typename W::Factors unpacked;
-                turns.add(first, unpacked, smem.earlier.dq[walker()], 0);
-                turns.add(second, unpacked, smem.earlier.left[walker()], 1);
-            }
-            turns.store(columns.queries, first, chunk, 0);
-            turns.store(columns.keys, second, chunk, 1);
-            fence_async_proxy();
+        const Turns<C> turns{g, smem, walker()};
+        if (task.turn > 0) {
+            wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
+            typename W::Factors unpacked;
+            turns.add(dq, unpacked, smem.earlier.dq[walker()], 0);
+            turns.add(left, unpacked, smem.earlier.left[walker()], 1);
         }
+        turns.store(columns.queries, dq, chunk, 0);
+        turns.store(columns.keys, left, chunk, 1);
+        fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7
         pin(state), pin_all(read), pin_all(keys);

@@ -56,8 +56,8 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
     wait_copies();
 }
 
-// CTAs that share results and are no pair write those of a chunk in turn, the slices of V of one head and
-// then those of the next. So the order of the sums is always the same. Each turn adds what the one before has
+// CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
+// next. So the order of the sums is always the same. Each turn adds what the one before has
 // stored to its own results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device
 // memory. Returns how many that are, at least `chunks`.
 __device__ inline int wait_written(const int* written, int chunks) {
@@ -73,8 +73,7 @@ __device__ inline void publish_written(int* written, int chunks) {
     if (fresh_laneid() == 0) release_to_device(written, chunks);
 }
 
-// One warp: q and k into a stage, and out of it the results, which the walkers have put in their places. A
-// CTA of a pair stores one of dq and left, from the place of k.
+// One warp: q and k into a stage, and out of it the results, which the walkers have put in their places.
 template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
@@ -97,9 +96,7 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 wait(smem.out_ready[walker][slot], phase ^ 1);
-                if constexpr (C::kPaired) {
-                    store(task.turn == 0 ? g.dq : g.dk, &columns[walker].keys, walker, chunk);
-                } else if constexpr (C::kIsLeft) {
+                if constexpr (C::kIsLeft) {
                     store(g.dq, &columns[walker].queries, walker, chunk);
                     store(g.dk, &columns[walker].keys, walker, chunk);
                 } else {
@@ -121,20 +118,19 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
                 load(columns[walker].keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
             }
         }
-        if (!C::kPaired && stored >= 0 && task.turn + 1 < g.turns())
-            publish_written(task.written, stored + 1);
+        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written, stored + 1);
     }
     wait_stores_done();
 }
 
 // One warp: what the walkers add their results to, those of the turn before. The right walk begins with the
 // left part of dk. What has one place per walker is asked for once the walker is done with the chunk before:
-// low bytes, and in the left walk all. NOTES: a warp of its own, since it waits for
-// another CTA while results of this one may be ready to be stored and published.
+// low bytes, and in the left walk all. NOTES: a warp of its own, since it waits for another CTA while results
+// of this one may be ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    const bool first = C::kPaired || task.turn == 0;  // there are no earlier results in device memory
+    const bool first = task.turn == 0;  // there are no earlier results
     if (C::kIsLeft && first) return;
     const bool adds_low = !first && g.low != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
@@ -151,15 +147,13 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
             if (fresh_laneid() == 0) arrive(smem.earlier_arrived[walker][slot]);
         };
         auto load_low = [&](int walker) {
-            if constexpr (C::kKeepsLow)
-                if (fresh_laneid() == 0) {
-                    semaphore& arrived = smem.earlier_arrived[walker][slot];
-                    auto& to = smem.earlier.low[walker];
-                    kittens::tma::expect_bytes(arrived, sizeof(to));
-                    for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
-                        load_bulk(&to[result], low_place<C>(g, task, chunk, walker, result), sizeof(LowBytes),
-                                  arrived);
-                }
+            if (fresh_laneid() != 0) return;
+            semaphore& arrived = smem.earlier_arrived[walker][slot];
+            auto& to = smem.earlier.low[walker];
+            kittens::tma::expect_bytes(arrived, sizeof(to));
+            for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
+                load_bulk(&to[result], low_place<C>(g, task, chunk, walker, result), sizeof(LowBytes),
+                          arrived);
         };
         auto wait_walker = [&](int walker) {  // until it has read the results before these
             if (step == 0) return;
@@ -172,10 +166,8 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 wait_walker(walker);
-                if constexpr (!C::kPaired) {
-                    load_result(smem.earlier.dq[walker], g.dq.chunk, walker);
-                    load_result(smem.earlier.left[walker], g.dk.chunk, walker);
-                }
+                load_result(smem.earlier.dq[walker], g.dq.chunk, walker);
+                load_result(smem.earlier.left[walker], g.dk.chunk, walker);
                 if (adds_low)
                     load_low(walker);
                 else

@@ -7,8 +7,7 @@
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
 //   6. Wait for right; its sums per token. Add the left part of dk, in later turns dk of the turn before, and
 //      put the sum in its place.
-//   7. Wait for dS. Where little decays, add to it what rounding has dropped in step 5 (adds_dropped).
-//   8. Hand the results over. Wait for dS; hand the stage over.
+//   7. Hand the results over. Wait for dS; hand the stage over.
 #pragma once
 
 #include "delta_rule/backward/states/turns.cuh"
@@ -82,17 +81,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         else
             W::add(right, queries, columns.earlier);
         turns.store(columns.earlier, right, chunk, 0);
-        if (adds_dropped(gates)) {  // 7
-            warpgroup::mma_async_wait<0>();
-            pin(state);
-            each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
-            W::load(queries, columns.queries), W::load(keys, columns.keys);
-            W::scale_dropped(scaled_q, queries, gates.read, g.scale);
-            add_columns(state, scaled_q, stage.dout);
-            W::scale_dropped(scaled_k, keys, gates.read, -1.f);
-            add_columns(state, scaled_k, stage.dv, false);
-        }
-        fence_async_proxy();                          // 8
+        fence_async_proxy();                          // 7
         arrive_warp(smem.out_ready[walker()][slot]);  // q and k of a later chunk may take their places
         if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step
             prefetch_anchor<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid());

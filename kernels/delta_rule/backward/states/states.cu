@@ -67,8 +67,8 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.inter,
         static_cast<uint4*>(p.anchors),
         p.flows,
-        slices * p.shared > 1 && !C::kPaired ? p.written : nullptr,
-        C::kKeepsLow ? static_cast<LowBytes*>(p.low) : nullptr,
+        slices * p.shared > 1 ? p.written : nullptr,
+        static_cast<LowBytes*>(p.low),
         low_of_result(s, p.shared),
         p.scale,
     };
@@ -86,16 +86,11 @@ template <class C> void launch_states(const DeltaStatesParams& p, void* stream) 
         launch_zeros(g.written, (1 + ctas) * sizeof(int), stream, kName);
     }
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, ctas, C::kThreads, p.shape.device, stream,
-                                                            kName, C::kPaired ? 2 : 1);
+                                                            kName);
 }
 
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
-    with_type(p.shape.half, [&]<class T>() {
-        if constexpr (kWalk == StateWalk::left)
-            if (p.shared * slices_of(p.shape) == 2)
-                return launch_states<StatesConfig<T, kWalk, true>>(p, stream);
-        launch_states<StatesConfig<T, kWalk>>(p, stream);
-    });
+    with_type(p.shape.half, [&]<class T>() { launch_states<StatesConfig<T, kWalk>>(p, stream); });
 }
 
 }  // namespace tfla_tk::delta_rule
@@ -115,10 +110,8 @@ std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
 }
 
 std::int64_t delta_low_bytes(const DeltaShape& s, int shared) {
-    const int slices = delta_rule::slices_of(s), turns = slices * shared;
-    if (slices == 1) return 0;
-    // two turns of the left walk are a pair, which needs none
-    return (turns > 2 ? 2 : 1) * delta_rule::low_of_result(s, shared) * sizeof(delta_rule::LowBytes);
+    if (delta_rule::slices_of(s) == 1) return 0;
+    return 2 * delta_rule::low_of_result(s, shared) * sizeof(delta_rule::LowBytes);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {

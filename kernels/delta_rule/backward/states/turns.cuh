@@ -32,15 +32,13 @@ template <class C> struct Turns {
     // Adds what the turn before has left.
     __device__ inline void add(Tokens& to, typename W::Factors& unpacked, const Columns& upper,
                                int result) const {
-        if constexpr (C::kKeepsLow)
-            if (g.low) return add(to, upper, smem.earlier.low[walker][result]);
+        if (g.low) return add(to, upper, smem.earlier.low[walker][result]);
         W::add(to, unpacked, upper);
     }
     // In the place of a tile's columns that none but this warp has read.
     __device__ inline void store(Columns& upper, const Tokens& from, int chunk, int result) const {
-        if constexpr (C::kKeepsLow)
-            if (g.low && smem.task.turn + 1 < g.turns())
-                return store(upper, *low_place<C>(g, smem.task, chunk, walker, result), from);
+        if (g.low && smem.task.turn + 1 < g.turns())
+            return store(upper, *low_place<C>(g, smem.task, chunk, walker, result), from);
         W::store(upper, from);
     }
 

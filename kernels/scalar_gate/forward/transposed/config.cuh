@@ -72,8 +72,8 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, bool kStabilise
     // part.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
-    using Owed = std::conditional_t<std::is_same_v<T, bf16>, DeferredDecay<T>,
-                                    std::conditional_t<kStabilised, PrescaledDecay, FollowedWeights>>;
+    using Owed =
+        std::conditional_t<std::is_same_v<T, bf16> || kStabilised, DeferredDecay<T>, FollowedWeights>;
     using Stage = TransposedStage<T2>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;
@@ -105,7 +105,6 @@ template <class C> struct TransposedMemory {
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
-    bool may_run_ahead;  // result of RunAhead's latest look
     Task task;
 
     semaphore tiles_arrived[C::kKeyStages];  // keys and queries, and the chunk's gates
@@ -137,7 +136,7 @@ template <class C> struct TransposedMemory {
         }
         init_warp_barrier(scores_ready, 4);
         init_warp_barrier(scores_free, C::kStateWarps * cluster_ctas());
-        init(gates_ready, gates_free, 1, 4 + C::kStateWarps + C::Owed::kRunsAhead);
+        init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);
         init_semaphore(value_tail_landed, 1);

@@ -64,9 +64,12 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
 
 // Calls run(policy) with the policy of a call's gates, one of those that the config has.
 template <class C, class Run> __device__ inline void with_gate_of(const Globals& g, Run run) {
-    with_gate_of_kernel<C::kNormalize>(g.gate_kind, [&]<class P>(P gate) {
-        if constexpr (P::kStabilised == C::kStabilised) run(gate);
-    });
+    if constexpr (C::kStabilised)
+        run(ExponentialInput{});
+    else if constexpr (C::kNormalize)
+        run(SigmoidInput{});
+    else
+        with_gate_of_kernel<false>(g.gate_kind, run);
 }
 
 template <class C, class P>
@@ -121,13 +124,10 @@ __device__ inline void scale_transposed_gates(const Globals& g, TransposedMemory
         const GateSums& of_chunk = smem.gate_sums[sums.slot];
         const int lane = fresh_laneid();
         typename C::Stage& gates = smem.gates[stage.slot];
-        if constexpr (Owed::kRunsAhead)
-            // this stage's slot was last freed by the look at the chunk kGateStages before
-            if (chunk % RunAhead::kEvery == C::kGateStages) scan.owed.may_run_ahead = smem.may_run_ahead;
         const float2 m = scan.finish(gates, of_chunk.b[lane], of_chunk.a[lane], g.scale, g.log2_scale,
                                      chunk + 1 == task.chunks);
-        if constexpr (Owed::kRunsAhead)
-            if (lane == 0) gates.log2_unit = scan.owed.log2, gates.ahead = scan.owed.ahead();
+        if constexpr (Owed::kFollowsWeights)
+            if (lane == 0) gates.log2_unit = scan.owed.log2;
         if constexpr (C::kHoldsRowsLarger)
             if (const bool any = __any_sync(0xffffffff, may_be_held_larger(fminf(m.x, m.y))); lane == 0)
                 gates.has_larger_rows = any;
@@ -138,8 +138,8 @@ __device__ inline void scale_transposed_gates(const Globals& g, TransposedMemory
     if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
 }
 
-// Loads V, stores the h that the state's warpgroups write in its place, and in fp16 samples keys and values
-// (RunAhead). NOTES: a warp of its own: in the warp that loads Q and K, K would wait for the stores of h.
+// Loads V, and stores the h that the state's warpgroups write in its place. NOTES: a warp of its own: in the
+// warp that loads Q and K, K would wait for the stores of h.
 template <class C>
 __device__ inline void load_values_and_store_outputs(const Globals& g, TransposedMemory<C>& smem) {
     const Task& task = smem.task;
@@ -163,20 +163,8 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, Transpose
         wait_stores_read();
         __syncwarp();  // every lane has waited for its own stores
     };
-    RunAhead run_ahead;
-    auto look = [&](int chunk) {
-        const auto [slot, phase] = C::gate_stage(chunk);
-        if (chunk % RunAhead::kEvery == 0) {
-            const SampledToken sample(g, task, chunk);
-            wait(smem.gates_ready[slot], phase);
-            const auto& gates = smem.gates[slot];
-            smem.may_run_ahead = run_ahead.look(sample, gates, gates.ahead);
-        }
-        arrive_warp(smem.gates_free[slot]);
-    };
     for (int chunk = 0; chunk < C::kStages; chunk++) load_values(chunk);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        if constexpr (C::Owed::kRunsAhead) look(chunk);
         store_outputs(chunk);
         load_values(chunk + C::kStages);
     }

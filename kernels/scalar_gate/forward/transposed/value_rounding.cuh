@@ -37,8 +37,8 @@ template <class T2> struct alignas(16) ValueScale {
 // One chunk's gates as the warpgroups read them.
 template <class T2> struct TransposedStage : GateStage {
     ValueScale<T2> value_scale[kChunk / 2];
-    float log2_unit, ahead;  // after this chunk, where the state runs ahead (state_exponent.cuh)
-    bool has_larger_rows;    // whether rows may be scaled up (fp16_row_scaling.cuh)
+    float log2_unit;       // after this chunk, where the state follows the weights (state_exponent.cuh)
+    bool has_larger_rows;  // whether rows may be scaled up (fp16_row_scaling.cuh)
 };
 
 // Scaling of the lane's tokens of 16 k .. 16 k + 15: two of the first eight and two of the others.

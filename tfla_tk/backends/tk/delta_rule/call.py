@@ -96,8 +96,7 @@ class Shape(Sizes):
 
     @property
     def turns(self) -> int:
-        """CTAs of the walks over the states that add up a result: in turns, or in the left walk two as a
-        pair."""
+        """CTAs of the walks over the states that take turns to add up a result."""
         return self.shared * self.value_slices
 
     @property

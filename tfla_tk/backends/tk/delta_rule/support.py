@@ -81,8 +81,7 @@ def of_backward(shape: Shape, *, needs_dg: bool) -> list[Instance]:
     mirror = of("delta_mirror", tile=_tile_of_k(shape), walkers=shape.mirror_walkers)
     found = [instances.kernel_of("delta_strength")]
     if shape.is_wide:
-        left = "delta_paired_left" if shape.turns == 2 else "delta_left"
-        found += [mirror, of(left), of("delta_right")]
+        found += [mirror, of("delta_left"), of("delta_right")]
         of_dg = instances.mlstm_bwd_gates(decay=True)
     else:
         found.append(of("delta_gradients", and_sums=needs_dg))
