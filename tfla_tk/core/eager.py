@@ -12,9 +12,10 @@ from tfla_tk.core.checks import autocast_dtype
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.transforms import is_forward_mode_on
 
+is_wrapped: Any = None  # whether torch.func has wrapped a tensor; to ask where KNOWS_EAGER_CALLS
+
 # Names that torch keeps to itself and may drop. Without one of them nothing tells a plain eager call from
 # another one, so that no call counts as such and every call goes through the ops, which need none of them.
-is_wrapped: Any = None  # of a tensor of a plain eager call: whether torch.func has wrapped it
 try:
     from torch._C._autograd import _top_saved_tensors_default_hooks
 except ImportError:
