@@ -11,7 +11,8 @@ from torch import Tensor
 from tfla_tk.calls.linear import check_layer, check_same_offsets, check_simple_gla
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import CallPath, operator
-from tfla_tk.core.memo import is_eager, kept_on_device
+from tfla_tk.core.eager import is_eager
+from tfla_tk.core.memo import kept_on_device
 
 _path = CallPath(
     "simple_gla",

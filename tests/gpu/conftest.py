@@ -17,7 +17,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape as DeltaShape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench import fla
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 from tfla_tk.core.layout import SEGMENT_CHUNKS
 
 from .accuracy import TOLERANCE
@@ -57,7 +57,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain call, whose dq begins with the states that the forward left, and the op, which makes them."""
     if request.param == "op":
-        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+        monkeypatch.setattr(eager, "KNOWS_EAGER_CALLS", False)
 
 
 @pytest.fixture

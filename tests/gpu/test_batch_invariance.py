@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 
 from . import families
 from .families import (
@@ -104,7 +104,7 @@ def test_bits(case: str, seq: int, batch: int) -> None:
 )
 def test_bits_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keep no states for their backward."""
-    monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+    monkeypatch.setattr(eager, "KNOWS_EAGER_CALLS", False)
     check(CASES[case], 3, 5000)
 
 

@@ -15,7 +15,7 @@ from tfla_tk import chunk_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import Shape
 from tfla_tk.calls.linear import GLACore
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 
 from .accuracy import relative_error
 from .linear import (
@@ -282,7 +282,7 @@ def test_what_a_forward_keeps_is_what_the_backward_makes(
     cut_every(3)
     x = draw(2, 1000)
     kept = train(x)
-    monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+    monkeypatch.setattr(eager, "KNOWS_EAGER_CALLS", False)
     assert_equal(train(x), kept)
 
 

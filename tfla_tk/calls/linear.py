@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core import checks, transforms
+from tfla_tk.core.eager import is_eager
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.memo import is_eager
 from tfla_tk.core.support import Call
 
 DEFAULT_CHUNK = 64

@@ -1,8 +1,8 @@
 """The path of every call of a public function: check it, choose the backend, serve it.
 
 "auto" takes the first backend that serves the call exactly, in the order of BACKENDS; a backend asked for by
-name serves the call or raises. Plain eager calls of one signature come out of these steps alike, so a plan is
-made once for all of them: such a call makes its signature, looks up the plan, and calls what serves it.
+name serves the call or raises. These steps read metadata alone: plain eager calls of one signature come out
+of them alike. So one plan is made for all such calls (`CallMemo`); they look it up and call what serves them.
 
 A backend has a module for mLSTM and one for the operators in [B, T, H, D], or one for all (`family_module`).
 It has, for each kernel of these,
@@ -20,23 +20,30 @@ and may have
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tfla_tk.core.checks import counted, fail, shown, shown_name
+from tfla_tk.core.eager import comparison_with, is_eager, is_watched, is_wrapped, modes, records
 from tfla_tk.core.errors import UnsupportedError
-from tfla_tk.core.memo import CallMemo
+from tfla_tk.core.memo import Memo, call_memos
 from tfla_tk.core.support import SUPPORTED, Call, Choice, Support, together
 
 BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them
 _CALLER = 6  # of a public function, as `_warn_of_swapped` counts the frames
 
+# of a valid call's arguments that are no tensors
+_OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
+_OPTION_TYPES |= {np.bool_, np.int32, np.int64, np.float32, np.float64}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 # the public functions by their names; a reload of this module alone keeps what other modules have registered
@@ -135,6 +142,105 @@ class CallPath:
 
     def _as_dtype(self, tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         return *(x.to(dtype) for x in tensors[: self.cast]), *tensors[self.cast :]
+
+
+class CallMemo(Generic[Result]):
+    """Results by the signature of plain eager calls; neither holds a tensor. That a call is like the latest
+    one takes less to see. strided: strides are part of the signature."""
+
+    def __init__(self, strided: bool = False) -> None:
+        self._strided = strided
+        call_memos.add(self)
+        self._known: Memo[tuple[_Likeness, Result]] = Memo()
+        self._latest: tuple[_Likeness, Result] | None = None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._latest = None
+
+    def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
+        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one
+        signature. eager says that the call is such a one: nothing traces or intercepts it."""
+        # while torch.compile traces, `_latest` is not looked at: it would compile anew when that changes
+        latest = None if is_watched() else self._latest
+        if latest is not None and latest[0].is_of(tensors, options):
+            return latest[1]
+        try:
+            key = signature(tensors, options, self._strided)
+        except RuntimeError:
+            # a nested tensor has no shape; `make` refuses it, and to ask every tensor here would take time
+            key = None
+        if key is None:
+            return make(tensors, options, eager=False)
+        found = self._known.get(key)
+        if found is None or found is latest:
+            # the latest is of this signature, too, but was not seen to be: as in inference mode
+            result = make(tensors, options, eager=True) if found is None else found[1]
+            found = _Likeness(tensors, options, self._strided), result
+            self._known.keep(key, found)
+        self._latest = found
+        return found[1]
+
+
+class _Likeness:
+    """Whether eager calls are plain and of one signature. tensors, options: of such a call. strided: strides
+    are part of the signature."""
+
+    def __init__(self, tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool) -> None:
+        present = [x for x in tensors if x is not None]
+        self._types = tuple(map(type, tensors + options))
+        self._options = options
+        self._modes = modes(tensors)
+        self._grad_mode = torch.is_grad_enabled()
+        self._leaves = [x.is_leaf for x in present] if records(tensors) else None
+        self._are_alike = comparison_with(present, strided=strided)
+
+    def is_of(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Whether a call that nothing watches is such a call; False may be wrong."""
+        if (
+            self._are_alike is None
+            or tuple(map(type, tensors + options)) != self._types
+            or options != self._options
+            or modes(tensors) != self._modes
+            or torch.is_grad_enabled() != self._grad_mode
+        ):
+            return False
+        present = [x for x in tensors if x is not None]
+        for x in present:
+            if x.is_nested or x.layout is not torch.strided:
+                return False
+        if self._leaves is not None and [x.is_leaf for x in present] != self._leaves:
+            return False
+        return self._are_alike(*present)
+
+
+def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
+    """All that validation, choice and dispatch of a call depend on, but for the machine. None for anything
+    but a plain eager call: while something traces, transforms or intercepts torch operations, for tensor
+    subclasses and what torch.func has wrapped, and for arguments that are not of the types that a valid
+    call has. tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
+    strided: whether strides count."""
+    types = tuple(map(type, options))
+    if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
+        return None
+    parts: list[Hashable] = [options, types, modes(tensors)]
+    grad_mode = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+            continue
+        if x.layout is not torch.strided or is_wrapped(x):
+            return None
+        if strided:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg(), x.stride()))
+        else:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg()))
+        if grad_mode and x.requires_grad:
+            parts.append(x.is_leaf)
+    return tuple(parts)
 
 
 def family_module(backend: str, kernel: str) -> ModuleType:

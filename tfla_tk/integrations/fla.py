@@ -42,7 +42,7 @@ from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core import dispatch
 from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.errors import UnsupportedError
-from tfla_tk.core.memo import Memo, signature
+from tfla_tk.core.memo import Memo
 from tfla_tk.delta_rule import check_gated_delta_rule
 from tfla_tk.kda import check_chunk_kda
 
@@ -441,7 +441,7 @@ def _signature(options: dict[str, Any]) -> Hashable | None:
     given = (options.get("q"), *options.values())
     tensors = tuple(x if isinstance(x, Tensor) else None for x in given)
     try:
-        return signature(tensors, (*options, *(None if isinstance(x, Tensor) else x for x in given)))
+        return dispatch.signature(tensors, (*options, *(None if isinstance(x, Tensor) else x for x in given)))
     except RuntimeError:  # a nested tensor has no shape
         return None
 

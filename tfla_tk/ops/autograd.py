@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from tfla_tk.core import transforms
+from tfla_tk.core.eager import dispatch_like, is_eager, is_plain, records
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, records
 
 
 class Recorded(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall, DeltaRuleCore, KDACall, KDACore
-from tfla_tk.core import flops, library, memo, transforms
+from tfla_tk.core import eager, flops, library, transforms
 from tfla_tk.core.layout import Kept, MaybeTensor, present
 from tfla_tk.ops import autograd
 from tfla_tk.ops.linear import Family, LinearOps, Result, explicit_gradients, in_form
@@ -49,7 +49,7 @@ class KeepingOps:
     def layout(self, args: Sequence[Any]) -> tuple[int, ...] | None:
         """The layout of what a recorded call of <name>_fwd with these arguments should keep. None where no
         kernels run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
-        if not self._has_kernels(args[0]) or transforms.are_active() or not memo.may_keep():
+        if not self._has_kernels(args[0]) or transforms.are_active() or not eager.may_keep():
             return None
         sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
         if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:

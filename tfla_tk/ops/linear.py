@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.calls.linear import GLACore, LinearCall, SimpleGLACore
-from tfla_tk.core import flops, library, memo, transforms
+from tfla_tk.core import eager, flops, library, transforms
 from tfla_tk.core.layout import (
     CHUNK,
     Kept,
@@ -367,7 +367,7 @@ class LinearOps:
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if memo.are_saved_tensors_hooked() and (self.keeping is None or not memo.may_keep()):
+        if eager.are_saved_tensors_hooked() and (self.keeping is None or not eager.may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op
             core = self.as_op_takes(self.family.core(*inputs, *options))
@@ -394,7 +394,7 @@ class LinearOps:
             if self.family.op_inputs is not None:
                 tensors = *self.family.op_inputs(tensors[: self.count]), *tensors[self.count :]
             return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
-        return memo.named_in_profiles(self._bwd_name, kernels.backward)(
+        return eager.named_in_profiles(self._bwd_name, kernels.backward)(
             self.family.core(*saved[: self.count], *options_of_core),
             kept,
             *tensors[-2:],

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from tfla_tk.calls.mlstm import Grads, MaybeGrads, MLSTMCall
 from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.eager import are_saved_tensors_hooked, is_plain, named_in_profiles, records
 from tfla_tk.core.layout import (
     CHUNK,
     Kept,
@@ -47,7 +48,6 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, is_plain, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 

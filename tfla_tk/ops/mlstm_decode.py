@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.memo import is_direct
+from tfla_tk.core.eager import is_direct
 from tfla_tk.ops import autograd
 
 StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]

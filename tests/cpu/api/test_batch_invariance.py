@@ -21,7 +21,7 @@ from tfla_tk import (
     mlstm_step,
 )
 from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm
-from tfla_tk.core import dispatch, memo
+from tfla_tk.core import dispatch, eager
 from tfla_tk.core.support import Support
 
 from .conftest import make_inputs
@@ -98,9 +98,9 @@ def test_triton_is_refused_by_name_and_left_out_by_auto(
 # A call keeps what it began with
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["kernels", "ops"])
+@pytest.mark.parametrize("direct", [True, False], ids=["kernels", "ops"])
 @pytest.mark.parametrize("on", [False, True])
-def test_mlstm(on: bool, eager: bool, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlstm(on: bool, direct: bool, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the second of two equal calls, whose plan is kept."""
     from tfla_tk.ops import mlstm as ops
 
@@ -118,8 +118,8 @@ def test_mlstm(on: bool, eager: bool, fake_tk: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fake_tk.backward, "mlstm_bwd", noting("bwd", 21, fake_tk.backward.mlstm_bwd))
     monkeypatch.setattr(ops, "_fwd", noting("fwd", 14, ops._fwd))
     monkeypatch.setattr(ops, "_bwd", noting("bwd", 21, ops._bwd))
-    if not eager:
-        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+    if not direct:
+        monkeypatch.setattr(eager, "KNOWS_EAGER_CALLS", False)
     x = {name: t.requires_grad_() for name, t in make_inputs().items()}
     for value in (on, not on, on):
         seen.clear()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 from tfla_tk.ops import mlstm as ops
 
 from .conftest import STATES, leaves, make_inputs
@@ -105,7 +105,7 @@ def test_both_paths_agree(
     assert (calls.kernels, calls.ops) == (["fwd", "fwd", "bwd"], set())
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+        patch.setattr(eager, "KNOWS_EAGER_CALLS", False)
         dispatched = train()
     assert (calls.kernels, calls.ops) == ([], {"fwd", "bwd"})
     for a, b in zip(direct, dispatched, strict=True):

@@ -15,7 +15,7 @@ import torch
 
 import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise
-from tfla_tk.core import memo
+from tfla_tk.core import dispatch, memo
 
 from .conftest import STATES, make_inputs
 from .served import Functions, Operators, Served
@@ -75,7 +75,7 @@ def test_the_latest_call_is_told_from_others(strided: bool) -> None:
     calls |= {"eps is 1": x | {"eps": 1}, "eps is 1.0": x | {"eps": 1.0}}
     if strided:
         calls["strides"] = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
-    results: memo.CallMemo[str] = memo.CallMemo(strided)
+    results: dispatch.CallMemo[str] = dispatch.CallMemo(strided)
 
     def ask(name: str) -> str:
         return results.of(*call_of(calls[name]), lambda *args, eager: name)
@@ -96,7 +96,7 @@ def test_the_latest_call_is_told_from_others_by_what_is_around_it() -> None:
         "profiler": torch.autograd.profiler.profile,
         "batch_invariant": tfla_tk.batch_invariant,
     }
-    results: memo.CallMemo[str] = memo.CallMemo()
+    results: dispatch.CallMemo[str] = dispatch.CallMemo()
     for name in [name for pair in itertools.product(contexts, contexts) for name in pair]:
         with contexts[name]():
             assert results.of(*call_of(x), lambda *args, eager, name=name: name) == name
@@ -106,9 +106,9 @@ def test_the_latest_call_is_told_from_others_by_what_is_around_it() -> None:
 
 
 def test_a_call_like_the_latest_one_takes_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    results: memo.CallMemo[int] = memo.CallMemo()
+    results: dispatch.CallMemo[int] = dispatch.CallMemo()
     results.of(*call_of(make_inputs()), lambda *args, eager: 1)
-    monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
+    monkeypatch.setattr(dispatch, "signature", lambda *args: pytest.fail("asked for"))
     assert results.of(*call_of(make_inputs(seed=1)), lambda *args, eager: 2) == 1
     results.clear()
     with pytest.raises(pytest.fail.Exception):
@@ -116,12 +116,12 @@ def test_a_call_like_the_latest_one_takes_no_signature(monkeypatch: pytest.Monke
 
 
 def test_inference_mode_does_not_hide_the_latest_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    results: memo.CallMemo[int] = memo.CallMemo()
+    results: dispatch.CallMemo[int] = dispatch.CallMemo()
     call = call_of(make_inputs())
     assert results.of(*call, lambda *args, eager: 1) == 1
     with torch.inference_mode():
         assert results.of(*call, lambda *args, eager: 2) == 1
-        monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
+        monkeypatch.setattr(dispatch, "signature", lambda *args: pytest.fail("asked for"))
         assert results.of(*call, lambda *args, eager: 3) == 1
 
 

@@ -41,7 +41,7 @@ if had:
     delattr(hidden, name)
 import tfla_tk
 from tfla_tk import Support, ops
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 from tfla_tk.backends.tk import linear, mlstm as tk
 
 tk.supports_mlstm = linear.supports_delta_rule = lambda call, variant=None: Support(True)
@@ -52,9 +52,9 @@ for t in x:
     t.requires_grad_()
 found = []
 for backend in ("tk", "reference"):
-    if backend == "tk" and memo.KNOWS_EAGER_CALLS:
+    if backend == "tk" and eager.KNOWS_EAGER_CALLS:
         # not the kernels, which a CPU has not: the op that stands for them
-        memo.KNOWS_EAGER_CALLS = False
+        eager.KNOWS_EAGER_CALLS = False
     h = tfla_tk.mlstm_chunkwise(*x, backend=backend)
     found.append((h, *torch.autograd.grad(h.square().sum(), x)))
     o, _ = tfla_tk.chunk_delta_rule(*(0.1 * t for t in x[:3]), x[2][..., 0], backend=backend)

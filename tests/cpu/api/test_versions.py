@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tfla_tk
 import tfla_tk.backends
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 from tfla_tk.ops import mlstm_decode
 
 from .decode_calls import draw_for
@@ -90,7 +90,7 @@ def test_what_is_not_written_keeps_its_version(
 ) -> None:
     """n without normaliser, and everything where a new state is returned."""
     if through_the_op:
-        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
+        monkeypatch.setattr(eager, "KNOWS_EAGER_CALLS", False)
     inputs = draw_for(function)
     step = getattr(tfla_tk, function)
     losses = {name: saved_by_autograd(inputs[name]) for name in inputs}

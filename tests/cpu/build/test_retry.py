@@ -14,7 +14,7 @@ import torch
 
 from tfla_tk.backends.tk import device
 from tfla_tk.build import BuildError, Instance, builder, sources
-from tfla_tk.core import memo
+from tfla_tk.core.dispatch import CallMemo
 
 GPU = torch.device("cuda", 0)
 
@@ -62,7 +62,7 @@ def test_a_failure_is_forgotten(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And so are plans of calls that another backend has served meanwhile."""
-    plans: memo.CallMemo[str] = memo.CallMemo()
+    plans: CallMemo[str] = CallMemo()
     call = (torch.zeros(1),), ()
     with pytest.MonkeyPatch.context() as patch:
         reason = break_it(patch)

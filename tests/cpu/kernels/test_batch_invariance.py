@@ -42,7 +42,7 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
     seq = sum(lengths) if packed else lengths[0]
     of = (len(lengths), seq, heads, multiprocessors, segments.FORWARD)
-    return segments.find(*of, packed=packed, batch_invariant=True)
+    return segments.choose_cut(*of, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}

@@ -9,8 +9,8 @@ from tfla_tk.calls.delta_rule import KDACall
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail, shown_name
+from tfla_tk.core.eager import has_no_values
 from tfla_tk.core.layout import FORMS, as_dtype, state_dtype
-from tfla_tk.core.memo import has_no_values
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
 from tfla_tk.ops import linear as linear_ops

@@ -63,12 +63,12 @@ class Shape(Sizes):
     def of(cls, core: GLACore, *, trains: bool = False) -> "Shape":
         """With the cut of its walks."""
         sizes = super().of(core)
-        cut = segments.find(
+        cut = segments.choose_cut(
             sizes.sequences,
             sizes.seq,
-            sizes.heads * -(-sizes.dim_v // _SLICE_V),
-            multiprocessors(sizes.device),
-            _COSTS[64 if sizes.dim_k <= 64 else 128],
+            ctas=sizes.heads * -(-sizes.dim_v // _SLICE_V),
+            multiprocessors=multiprocessors(sizes.device),
+            costs=_COSTS[64 if sizes.dim_k <= 64 else 128],
             packed=sizes.packed,
             batch_invariant=sizes.batch_invariant,
         )

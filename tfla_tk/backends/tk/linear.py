@@ -20,7 +20,7 @@ from tfla_tk.backends.tk import kda as of_kda
 from tfla_tk.backends.tk.delta_rule import support as of_delta_rule
 from tfla_tk.backends.tk.scalar_gate import support as of_scalar_gate
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core import memo
+from tfla_tk.core import eager
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import delta_rule as delta_rule_ops
@@ -45,7 +45,7 @@ def _served_by(
         return _serve(chunkwise, call, tensors)
 
     def prepare(call: LinearCall, variant: str | None, tensors: Sequence[Any]) -> Any:
-        if not memo.is_plain(tuple(tensors)):
+        if not eager.is_plain(tuple(tensors)):
             return None
         if recurrent.serves(call):
             return partial(steps.serve, kernel, call, direct=True)
@@ -65,7 +65,7 @@ def _prepare(of: LinearOps, call: LinearCall, tensors: Sequence[Any]) -> Callabl
     """`_serve` without the op: the kernels themselves, for plain eager calls with tensors like these. Like
     these are tensors of the same metadata, strides included, that autograd records or not as these."""
     core, count = _padded(call, of.read(call, tensors)), of.count
-    recorded = memo.records(tuple(tensors))
+    recorded = eager.records(tuple(tensors))
     kernels = of.family.kernels()
     forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
     constants = forward, kernels, core[count:], call.output_final_state, of.needs_gates(core)
@@ -84,7 +84,7 @@ def _prepare(of: LinearOps, call: LinearCall, tensors: Sequence[Any]) -> Callabl
         o, last = _unpadded(call, o, last)
         return o, as_asked(call, last)
 
-    return memo.named_in_profiles(f"tfla_tk::{of.family.name}_fwd", run)
+    return eager.named_in_profiles(f"tfla_tk::{of.family.name}_fwd", run)
 
 
 # Head dims that the kernels lack: q, k, v and states with zeros up to multiples of 16, results without them.

@@ -34,7 +34,7 @@ FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
 BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
 
 
-def find(
+def choose_cut(
     sequences: int,
     tokens: int,
     ctas: int,

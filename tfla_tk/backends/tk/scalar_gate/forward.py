@@ -115,7 +115,7 @@ class Forward:
             kept = options.keep_states and not one_walk and cut.segments > sequences
         if not (kept or invariant):
             running = processors * kernel.ctas_per_multiprocessor(*tile)
-            cut = segments.find(sequences, seq, heads * slices, running, segments.FORWARD, **of_cut)
+            cut = segments.choose_cut(sequences, seq, heads * slices, running, segments.FORWARD, **of_cut)
         slots = (cut.segments - sequences) * heads
         self._options = options
         self._device = device

@@ -142,7 +142,7 @@ def cut_sequences(
     _, heads, seq, *dims = sizes
     ctas = heads * ctas_of_a_walk(*dims)
     of = {"packed": packed, "batch_invariant": batch_invariant}
-    cut = segments.find(sequences, seq, ctas, multiprocessors, segments.BACKWARD, **of)
+    cut = segments.choose_cut(sequences, seq, ctas, multiprocessors, segments.BACKWARD, **of)
     if batch_invariant or not is_narrow(*dims) or cut.segments == sequences or cut.chunks % STATE_CHUNKS == 0:
         return cut
     # a segment begins with a state of the forward's
