@@ -110,7 +110,8 @@ def test_calls(name: str, sizes: tuple[int, int, int], compared: Compared) -> No
     """Both directions, with gradients of gates and without, and a forward alone. All instances have to be
     asked for."""
     op = OPS[name]
-    for dims, dtype, packed in itertools.product(map(op.fitting, DIMS), HALVES, (False, True)):
+    every = dict.fromkeys(map(op.fitting, DIMS))
+    for dims, dtype, packed in itertools.product(every, HALVES, (False, True)):
         x = zeros(op, dims, *sizes, dtype, packed)
         with compared(dims, dtype, packed):
             for options in ({}, RAW) if op.is_delta_rule else ({},):
