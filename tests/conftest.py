@@ -137,10 +137,11 @@ def of_nobody() -> Iterator[Path]:
 
 # A process of its own for each script, all of them forked from one that has run what they begin with
 FORKS = """
-import json, os, sys, tempfile, traceback
+import json, os, sys, tempfile, traceback, types
 
 first, scripts = json.load(sys.stdin)
-namespace = {"__name__": "__main__"}
+sys.modules["__main__"] = types.ModuleType("__main__")
+namespace = vars(sys.modules["__main__"])
 exec(first, namespace)
 found = {}
 for name, script in scripts.items():
