@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is collected is kept
     config.addinivalue_line("markers", "product: all combinations of the parameters count, not pairs of them")
 
 
@@ -87,6 +88,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector off what is there for the whole run: benchmarks call it again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
