@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # what is collected is kept
     config.addinivalue_line("markers", "product: all combinations of the parameters count, not pairs of them")
 
 
@@ -86,9 +85,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"skipped: {of_reasons}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: what comes of it stays for the whole run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector off what is there for the whole run: benchmarks call it again and again."""
-    gc.enable()
     gc.collect()
     gc.freeze()
 

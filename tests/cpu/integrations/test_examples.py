@@ -80,7 +80,7 @@ def test_as_scripts(in_forks: Callable[..., dict[str, str]], tmp_path: Path) -> 
         "train_xlstm": [*small, "--save", model],
         "generate_xlstm": [model, "--tokens", "8"],
     }
-    first = "import contextlib, io, os, runpy, sys, torch\nos.chdir('/')\n"
+    first = "import contextlib, io, os, runpy, sys, torch._dynamo\nos.chdir('/')\n"
     first += f"sys.path[0] = {str(EXAMPLES)!r}\n"
     run = "sys.argv = {!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     scripts = {name: run.format([str(EXAMPLES / f"{name}.py"), *given]) for name, given in arguments.items()}
