@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"skipped: {of_reasons}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: what comes of it stays for the whole run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector off what is there for the whole run: benchmarks call it again and again."""
     gc.collect()
@@ -137,10 +147,11 @@ def of_nobody() -> Iterator[Path]:
 
 # A process of its own for each script, all of them forked from one that has run what they begin with
 FORKS = """
-import json, os, sys, tempfile, traceback
+import json, os, sys, tempfile, traceback, types
 
 first, scripts = json.load(sys.stdin)
-namespace = {"__name__": "__main__"}
+sys.modules["__main__"] = types.ModuleType("__main__")
+namespace = vars(sys.modules["__main__"])
 exec(first, namespace)
 found = {}
 for name, script in scripts.items():

@@ -43,14 +43,16 @@ def _cover(candidates: list[T], values_of: Callable[[T], list[str]]) -> list[T]:
     """Few of them, with any two values of two places that any of them has."""
     if len(candidates) == 1:
         return candidates
-    pairs = [
-        (candidate, {*itertools.combinations(enumerate(values_of(candidate)), 2)}) for candidate in candidates
-    ]
-    if not any(own for _, own in pairs):
+    numbers: dict[Any, int] = {}
+    pairs = []  # of each candidate, as the bits of a number
+    for candidate in candidates:
+        own = itertools.combinations(enumerate(values_of(candidate)), 2)
+        pairs.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in own))
+    if not any(pairs):
         return candidates
-    left, found = set().union(*(own for _, own in pairs)), []
+    left, found = (1 << len(numbers)) - 1, []
     while left:
-        candidate, own = max(pairs, key=lambda pair: len(pair[1] & left))
-        found.append(candidate)
-        left -= own
+        best = max(range(len(pairs)), key=lambda n: (pairs[n] & left).bit_count())
+        found.append(candidates[best])
+        left &= ~pairs[best]
     return found

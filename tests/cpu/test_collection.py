@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -65,22 +63,19 @@ def test_nothing(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "counts", "skipped"),
-    [
-        (["--quick"], "2 passed, 1 skipped, 11 deselected", "skipped: 1: there is no such machine"),
-        ([], "5 failed, 2 passed, 7 skipped", "skipped: 7: there is no such machine"),
-    ],
-)
 def test_quick_takes_one_case_of_each_test_and_skips_are_one_line(
-    options: list[str], counts: str, skipped: str, tmp_path: Path
+    in_forks: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "test_two.py").write_text(TWO_TESTS)
-    command = [sys.executable, "-m", "pytest", "-c", str(TESTS.parent / "pyproject.toml"), "-p", "conftest"]
-    command += ["-p", "no:cacheprovider", "--color=no", *options, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(TESTS)}, check=False
-    )
-    assert counts in done.stdout, done.stdout
-    lines = done.stdout.splitlines()
-    assert lines.count(skipped) == 1 and "SKIPPED" not in done.stdout
+    command = ["-c", str(TESTS.parent / "pyproject.toml"), "-p", "conftest", "-p", "no:cacheprovider"]
+    command += ["--color=no", str(tmp_path)]
+    scripts = {x: f"pytest.main({[*command, *x.split()]})" for x in ("--quick", "")}
+    first = f"import sys, pytest, torch\nsys.path.insert(0, {str(TESTS)!r})"
+    printed = in_forks(first, scripts)
+    for options, counts, skipped in (
+        ("--quick", "2 passed, 1 skipped, 11 deselected", "skipped: 1: there is no such machine"),
+        ("", "5 failed, 2 passed, 7 skipped", "skipped: 7: there is no such machine"),
+    ):
+        assert counts in printed[options], printed[options]
+        lines = printed[options].splitlines()
+        assert lines.count(skipped) == 1 and "SKIPPED" not in printed[options]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,17 +42,6 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
         "# A `b`, c\n```\n# none\n```\n[1](page.md) [2](gone.md) [3](#a-b-c) [4](page.md#none) [5](https://x.y)\n"
     )
     assert dead_links(page) == ["gone.md", "page.md#none"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["scalar-decay", "xlstm"])
-def test_a_block_of_a_note_runs_by_itself(name: str) -> None:
-    if name == "xlstm":
-        pytest.importorskip("transformers", reason="transformers is not installed")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/{name}.md").read_text(), re.M | re.S)
-    command = [sys.executable, "-W", "ignore", "-c", block]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
 
 
 def test_tests_named_in_the_notes_exist() -> None:

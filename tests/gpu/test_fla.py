@@ -14,8 +14,6 @@ import tfla_tk
 from tfla_tk.bench import fla
 from tfla_tk.integrations import fla as integration
 
-pytest.importorskip("fla.layers", reason="flash-linear-attention is not installed")
-
 # fla's module, the function that the layer calls, options of the layer, and a learning rate for its training
 LAYERS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "SimpleGatedLinearAttention": ("simple_gla", "chunk_simple_gla", {}, 0.5),
@@ -31,6 +29,8 @@ OF_LOSSES = 2e-3  # that are to be the same, relative
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
+    # not for the module: where there is no GPU nothing needs this import, which takes seconds
+    pytest.importorskip("fla.layers", reason="flash-linear-attention is not installed")
     integration.restore()
     yield
     integration.restore()

@@ -284,7 +284,25 @@ CASES["siging inference"] = siging_inference_of_mlstm_kernels
 CASES["last_n/exp"] = lambda: mlstm_last_state_gradients("exp", "triton", 1)
 
 
+def look_for_builtins_once() -> None:
+    """Those of a module of Triton: the interpreter would look for them in every call of a function."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        if module not in names:
+            names[module] = [name for name in dir(module) if is_builtin(getattr(module, name, None))]
+        for name in names[module]:
+            if is_builtin(member := getattr(module, name)):
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 def main(cases: dict[str, Callable[[], Numbers]], names: list[str]) -> None:
+    look_for_builtins_once()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The same as interpreted.py for the adapters onto fla's operators."""
+"""The same as interpreted.py for the adapters onto fla's operators; as a script it runs the cases of both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 # first: it sets what triton reads when it is imported
+import interpreted  # isort: skip
 from interpreted import DIM_QK, DIM_V, HEADS, Numbers, error, main, projection  # isort: skip
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import reference
 from tfla_tk.backends.triton import fla as adapters
+
+TOKENS = 70  # two chunks of 64, the second one with few tokens: the interpreter's time goes with them
 
 
 class InterpretedIndex(int):
@@ -97,12 +100,13 @@ def fla(op: str) -> Numbers:
     Simple GLA over packed sequences, V first.
     """
     prepare_fla()
-    tensors, options = fla_inputs(op, 100, fla_dtype(op))
+    packs = op == "chunk_simple_gla"
+    tensors, options = fla_inputs(op, 31 + TOKENS if packs else TOKENS, fla_dtype(op))
     call = partial(getattr(tfla_tk, op), backend="triton")
     packed: dict[str, Any] = {}
-    if op == "chunk_simple_gla":
+    if packs:
         tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
-        offsets = torch.tensor([0, 30, 30, 31, 100])
+        offsets = torch.tensor([0, 30, 30, 31, 31 + TOKENS])
         packed = {"cu_seqlens": offsets, "state_v_first": True}
         call = partial(call, cu_seqlens_cpu=offsets, scale=DIM_QK**-0.5)
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
@@ -168,4 +172,4 @@ for op in adapters.FLA_OPS:
 
 
 if __name__ == "__main__":
-    main(CASES, sys.argv[1:])
+    main(interpreted.CASES | CASES, sys.argv[1:])

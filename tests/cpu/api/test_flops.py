@@ -84,6 +84,6 @@ with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
 print(counter.get_total_flops())
 """
     orders = ("tfla_tk, torch.utils.flop_counter", "torch.utils.flop_counter, tfla_tk")
-    found = in_forks("import torch", {order: f"import {order}" + count for order in orders})
+    found = in_forks("import torch._dynamo", {order: f"import {order}" + count for order in orders})
     expected = cost("mlstm_exp", Shape(1, 2, 1, 16, 16), "fwd").flops
     assert {order: int(out) for order, out in found.items()} == dict.fromkeys(orders, expected)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
 SCRIPT = """
-import json, sys
-import torch
 touched = []
 for name in ("_lazy_init", "is_available", "device_count", "get_device_capability", "current_device"):
     setattr(torch.cuda, name, lambda *a, _name=name, **k: touched.append(_name))
@@ -22,37 +19,32 @@ print(json.dumps({"loaded": [m for m in heavy if m in sys.modules], "touched": t
 """
 
 
-def run(script: str) -> dict[str, object]:
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    result: dict[str, object] = json.loads(out)
-    return result
-
-
-def test_import_is_light() -> None:
-    assert run(SCRIPT) == {"loaded": [], "touched": [], "initialised": False, "undefined": []}
-
-
-def test_cpu_call_loads_no_kernel_library() -> None:
-    script = SCRIPT.replace(
-        "heavy =",
-        "x = [torch.randn(1, 1, 20, 16) for _ in range(3)] + [torch.randn(1, 1, 20)] * 2\n"
-        "h = tfla_tk.mlstm_chunkwise(*x)\n"
-        "assert h.shape == (1, 1, 20, 16) and tfla_tk.which('mlstm_chunkwise', *x).backend == 'reference'\n"
-        "heavy =",
-    )
-    result = run(script)
-    assert result["loaded"] == [] and result["initialised"] is False
+CALL = SCRIPT.replace(
+    "heavy =",
+    "x = [torch.randn(1, 1, 20, 16) for _ in range(3)] + [torch.randn(1, 1, 20)] * 2\n"
+    "h = tfla_tk.mlstm_chunkwise(*x)\n"
+    "assert h.shape == (1, 1, 20, 16) and tfla_tk.which('mlstm_chunkwise', *x).backend == 'reference'\n"
+    "heavy =",
+)
+OLD_TORCH = """
+import warnings
+torch.__version__ = {!r}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import tfla_tk
+print(json.dumps([str(w.message) for w in caught if "tfla_tk" in str(w.message)]))
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "warned"), [("2.10.1+cu128", True), ("2.11.0a0+git1", False)])
-def test_an_old_torch(version: str, warned: bool) -> None:
-    """It is told at import, with what it needs and what there is."""
-    result = run(
-        f"import json, warnings, torch\ntorch.__version__ = {version!r}\n"
-        "with warnings.catch_warnings(record=True) as caught:\n    import tfla_tk\n"
-        "print(json.dumps({'said': [str(w.message) for w in caught if 'tfla_tk' in str(w.message)]}))"
-    )
-    said = result["said"]
-    assert isinstance(said, list) and len(said) == warned
-    assert not warned or said[0].startswith("tfla_tk needs torch 2.11 or newer, found 2.10.1+cu128")
+def test_import(in_forks: Callable[..., dict[str, str]]) -> None:
+    """It is light, and so is a call on the CPU; an old torch is told."""
+    scripts = {"import": SCRIPT, "call": CALL}
+    scripts |= {version: OLD_TORCH.format(version) for version in ("2.10.1+cu128", "2.11.0a0+git1")}
+    written = in_forks("import json, sys, torch", scripts)
+    found = {name: json.loads(out) for name, out in written.items()}
+    assert found["import"] == {"loaded": [], "touched": [], "initialised": False, "undefined": []}
+    assert found["call"]["loaded"] == [] and found["call"]["initialised"] is False
+    assert found["2.11.0a0+git1"] == []
+    (said,) = found["2.10.1+cu128"]
+    assert said.startswith("tfla_tk needs torch 2.11 or newer, found 2.10.1+cu128")

@@ -372,10 +372,13 @@ def test_a_cache_that_root_alone_writes_serves_others(
     assert not find_or_build(toy, KEY, compiler).built
 
 
-# a process that builds KEY slowly and notes in the file it is given when its compiler starts
+# a process, or two, that builds KEY slowly and notes in the file it is given when its compiler starts
 BUILDER = """
-import sys, time
+import os, sys, time
 from tfla_tk.build import Launcher, cache
+
+if int(sys.argv[3]) == 2:
+    os.fork()
 
 def compile_into(missing, scratch):
     with open(sys.argv[1], "a") as notes:
@@ -387,12 +390,12 @@ def compile_into(missing, scratch):
 
 toy = Launcher("toy", "toy/launcher.cu")
 (entry,) = cache.find_or_build({toy: "0" * 32}, compile_into).values()
-print(entry.built, entry.file)
+os.write(1, f"{entry.built} {entry.file}\\n".encode())  # at once
 """
 
 
-def start_builder(notes: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, str(notes), str(seconds)]
+def start_builder(notes: Path, seconds: float, processes: int = 1) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(notes), str(seconds), str(processes)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -406,8 +409,8 @@ def wait_for(path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_compile_once(isolated_environment: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    builders = [start_builder(notes, 1.0) for _ in range(2)]
-    answers = [builder.communicate(timeout=120)[0].split(maxsplit=1) for builder in builders]
+    told = start_builder(notes, 1.0, processes=2).communicate(timeout=120)[0]
+    answers = [line.split(maxsplit=1) for line in told.splitlines()]
     assert notes.read_text() == "started\n"
     assert sorted(built for built, _ in answers) == ["False", "True"]
     assert answers[0][1] == answers[1][1]

@@ -118,7 +118,8 @@ def test_a_wheel_with_compiled_kernels(checkout: Path, kernel_compiler: None, tm
     (packages,) = venv.glob("lib/python3*/site-packages")
     others = Path(str(importlib.metadata.distribution("torch").locate_file("")))
     (packages / "others.pth").write_text(f"{others}\n")
-    environment = {"PATH": "", "HOME": str(tmp_path), "TFLA_TK_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {"PATH": "", "PYTHONPATH": "", "HOME": str(tmp_path)}
+    environment["TFLA_TK_CACHE_DIR"] = str(tmp_path / "cache")
     count, version, file = run(
         venv / "bin/python", "-c", PROGRAM, cwd=tmp_path, TFLA_TK_NVCC="", CUDA_HOME="", **environment
     ).split()

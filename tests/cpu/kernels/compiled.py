@@ -15,7 +15,7 @@ import pytest
 from tfla_tk import build, env
 from tfla_tk.build import Instance, Launcher, builder
 
-from .recorded import RecordedLauncher
+from .recorded import RecordedLauncher, compiled
 from .sass import Instruction, functions_of
 
 # whatever the compile gate looks at
@@ -52,11 +52,12 @@ class Compiler:
     def _launcher(self, launcher: Launcher) -> ModuleType:
         """What a launcher offers to Python, without machine code of kernels."""
         with self._own_cache():
-            return build.load(launcher)
+            builder._files[launcher], _ = compiled(launcher, self._cache, self.folder)
+            return builder.load(launcher)
 
     def _recorded(self, launcher: Launcher) -> RecordedLauncher:
         with self._own_cache():
-            return RecordedLauncher(launcher, self._cache)
+            return RecordedLauncher(launcher, self._cache, self.folder)
 
     @contextmanager
     def _own_cache(self) -> Iterator[None]:

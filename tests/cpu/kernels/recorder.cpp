@@ -2,6 +2,7 @@
 // launches nothing, but notes which kernels it would launch. Needs no GPU.
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 
 #include <map>
 
@@ -19,10 +20,9 @@ std::string launched;  // symbols, each with a line break
 
 }  // namespace
 
-// Names of instances and host functions of their kernels. A generated source, in a library of its own, has
-// them.
+// Names of instances and host functions of their kernels, which the launcher's source has a table of.
 using Table = std::vector<std::pair<const char*, const void*>>;
-extern const Table kernels_of_instances __attribute__((weak));
+extern const Table kernels_of_instances;
 
 namespace tfla_tk {
 
@@ -48,16 +48,20 @@ PUBLIC const char* recorded_launches() {
     return told.c_str();
 }
 
-// Lines of the symbol of a kernel and the name of its instance; in a launcher, of all kernels that it may
-// launch.
+// Lines of the symbol of a kernel and the name of its instance.
 PUBLIC const char* recorded_kernels() {
     static std::string told;
-    if (&kernels_of_instances == nullptr)
-        for (const auto& [stub, symbol] : symbols()) told += symbol + "\n";
-    else
-        for (const auto& [instance, stub] : kernels_of_instances)
-            told += symbols().at(stub) + " " + instance + "\n";
+    for (const auto& [instance, stub] : kernels_of_instances)
+        told += symbols().at(stub) + " " + instance + "\n";
     return told.c_str();
+}
+
+// The symbol of the tfla_tk::LoadedKernel that lies at this place of the library.
+PUBLIC const char* recorded_symbol(std::size_t place) {
+    Dl_info library;
+    dladdr(reinterpret_cast<const void*>(&recorded_launches), &library);
+    const auto* address = static_cast<const char*>(library.dli_fbase) + place;
+    return symbols().at(reinterpret_cast<const tfla_tk::LoadedKernel*>(address)->stub).c_str();
 }
 
 // The CUDA runtime

@@ -23,7 +23,7 @@ int main(int, char** arguments) {
 @pytest.mark.usefixtures("kernel_compiler")
 def test_the_kernels_of_a_cubin(tmp_path: Path) -> None:
     compiled = build.compile_instance(instances.mlstm_bwd_combine(), tmp_path)
-    source, program = tmp_path / "program.cu", tmp_path / "program"
+    source, program = tmp_path / "program.cpp", tmp_path / "program"
     source.write_text(PROGRAM)
     toolchain = build.find_toolchain()
     includes = [f"-I{folder}" for folder in (sources.kernels_root(), toolchain.include)]

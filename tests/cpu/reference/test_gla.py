@@ -24,6 +24,7 @@ def dual(run: Callable[[Tensor], Tensor], x: Tensor, tangent: Tensor) -> Any:
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
     "vmap": lambda run, x: torch.func.vmap(run)(torch.stack((x, 2 * x))),
+    "grad": lambda run, x: torch.func.grad(lambda y: run(y).sum())(x),
     "vmap of grad": lambda run, x: torch.func.vmap(torch.func.grad(lambda y: run(y).sum()))(x[None]),
     "compiled grad": lambda run, x: torch.compile(
         lambda y: torch.func.grad(lambda z: run(z).sum())(y), backend="aot_eager", fullgraph=True
@@ -37,13 +38,17 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("recorded", [False, True], ids=["", "recorded"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, recorded: bool) -> None:
-    """Those of the chunkwise form, which recomputes, as of the recurrent one; autograd around them, too."""
+    """Those of the chunkwise form, which recomputes, as of the recurrent one, which is not compiled;
+    autograd around them, too."""
     (q, *tokens), (state,) = linear_drawer("G")(20)
     x = dict(zip("kvg", tokens, strict=True)) | {"initial_state": state}
     q.requires_grad_(recorded)
     found = []
-    for form in (partial(reference.gla_chunkwise, chunk_size=8), reference.gla_recurrent):
-        results = TRANSFORMS[transform](lambda q, form=form: form(q, **x)[0], q)
+    for form, applied in (
+        (partial(reference.gla_chunkwise, chunk_size=8), TRANSFORMS[transform]),
+        (reference.gla_recurrent, TRANSFORMS[transform.removeprefix("compiled ")]),
+    ):
+        results = applied(lambda q, form=form: form(q, **x)[0], q)
         results = list(results) if isinstance(results, tuple) else [results]
         results += torch.autograd.grad(results[0].square().sum(), q) if results[0].requires_grad else ()
         found.append(results)

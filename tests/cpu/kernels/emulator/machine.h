@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector_functions.h>
 
@@ -39,7 +40,9 @@ struct Meeting {
     int count = 0, generation = 0;
 };
 struct Fibre {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    jmp_buf place;       // where it waits: to go on there takes no system call
+    bool begun = false;
     std::vector<char> stack = std::vector<char>(256 << 10);
     bool done = false;
     int exchanges = 0;
@@ -47,7 +50,7 @@ struct Fibre {
 inline std::vector<Fibre> fibres(kMostThreads);
 inline int current, threads;
 inline std::int64_t waits;
-inline ucontext_t scheduler;
+inline jmp_buf place_of_scheduler;
 inline Meeting of_warp[kMostThreads / 32], of_block;
 inline double exchanged[2][kMostThreads];
 inline std::function<void()> body;
@@ -58,7 +61,7 @@ inline void wait_for_others() {
         std::fprintf(stderr, "threads wait for ever\n");
         std::abort();
     }
-    swapcontext(&fibres[current].context, &scheduler);
+    if (_setjmp(fibres[current].place) == 0) _longjmp(place_of_scheduler, 1);
 }
 inline void meet(Meeting& x, int all) {
     const int generation = x.generation;
@@ -71,13 +74,20 @@ inline void meet(Meeting& x, int all) {
 inline void run_fibre() {
     body();
     fibres[current].done = true;
-    swapcontext(&fibres[current].context, &scheduler);
+    _longjmp(place_of_scheduler, 1);
+}
+inline void go_on() {
+    Fibre& fibre = fibres[current];
+    if (_setjmp(place_of_scheduler) != 0) return;
+    if (fibre.begun) _longjmp(fibre.place, 1);
+    fibre.begun = true;
+    setcontext(&fibre.context);
 }
 inline void run_cta() {
     waits = 0;
     for (int n = 0; n < threads; n++) {
         Fibre& fibre = fibres[n];
-        fibre.done = false, fibre.exchanges = 0;
+        fibre.begun = fibre.done = false, fibre.exchanges = 0;
         getcontext(&fibre.context);
         fibre.context.uc_stack.ss_sp = fibre.stack.data();
         fibre.context.uc_stack.ss_size = fibre.stack.size();
@@ -91,7 +101,7 @@ inline void run_cta() {
             left++;
             if (resting >> current / 32 & 1) continue;
             threadIdx = {static_cast<unsigned>(current), 0, 0};
-            swapcontext(&scheduler, &fibres[current].context);
+            go_on();
             left -= fibres[current].done;
         }
     }
