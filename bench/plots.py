@@ -53,7 +53,7 @@ def write_speed_ups(path: Path, found: Sequence[Pair]) -> None:
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.6 * max(value for values in series.values() for value in values.values()))
-    axes.set_xlabel("times as fast as the fastest correct baseline")
+    axes.set_xlabel("times as fast as the fastest correct baseline on record")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

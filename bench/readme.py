@@ -60,7 +60,7 @@ def headline(rows: Sequence[Row]) -> list[Pair]:
 
 
 def _with_fastest_baselines(rows: Sequence[Row]) -> list[Pair]:
-    """Those that have one, of any run."""
+    """The pairs that have a baseline, each with the fastest one on record, of any run."""
     fastest: dict[tuple[Any, ...], Row] = {}
     for row in sorted(filter(results.is_baseline, rows), key=lambda row: row["ms"]):
         fastest.setdefault(results.problem_of(row), row)

@@ -1,7 +1,7 @@
 // Tensors as arguments of the kernels' host functions. This header compiles without CUDA.
 //
 // fields() of an argument struct gives its members in the order in which Python passes them: to Arguments,
-// which reads them, or to Addresses, which finds the addresses in them.
+// which reads them, or to Addresses, which finds the addresses in them (launcher.h).
 #pragma once
 
 #include <cstdint>

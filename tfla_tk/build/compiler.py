@@ -99,7 +99,7 @@ def compile_launcher(
     root, nvcc = sources.kernels_root(), str(toolchain.nvcc)
     flags = *LAUNCHER_FLAGS, *_defines(launcher), f"-I{root}", f"-I{kittens.include}"
     steps = {
-        "launches": [nvcc, *flags, str(root / launcher.source)],
+        "host half": [nvcc, *flags, str(root / launcher.source)],
         "loader": [nvcc, *HOST_FLAGS, f"-I{root}", f"-I{toolchain.include}", str(root / LOADER_SOURCE)],
     }
     objects = {step: str(library.with_suffix(f".{step}.o")) for step in steps}

@@ -145,8 +145,8 @@ class CallPath:
 
 
 class CallMemo(Generic[Result]):
-    """Results by the signature of plain eager calls; neither holds a tensor. That a call is like the latest
-    one takes less to see. strided: strides are part of the signature."""
+    """Results by the signature of plain eager calls; neither of the two holds a tensor. That a call is like
+    the latest one takes less to see. strided: strides are part of the signature."""
 
     def __init__(self, strided: bool = False) -> None:
         self._strided = strided

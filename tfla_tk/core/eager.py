@@ -12,7 +12,7 @@ from tfla_tk.core.checks import autocast_dtype
 from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.transforms import is_forward_mode_on
 
-is_wrapped: Any = None  # whether torch.func has wrapped a tensor; to ask where KNOWS_EAGER_CALLS
+is_wrapped: Any = None  # tells whether torch.func has wrapped a tensor; None without KNOWS_EAGER_CALLS
 
 # Names that torch keeps to itself and may drop. Without one of them nothing tells a plain eager call from
 # another one, so that no call counts as such and every call goes through the ops, which need none of them.
@@ -66,8 +66,8 @@ def has_no_values(cu_seqlens: Tensor | None) -> bool:
 
 
 def is_direct(tensors: tuple[Any, ...]) -> bool:
-    """Whether a kernel does all that the op would do: the call `is_plain`, no gradient is recorded, and no
-    profiler expects the operator."""
+    """Whether a kernel does all that the op would do: nothing is left to negate (`is_plain`), no gradient is
+    recorded, and no profiler expects the operator."""
     return not _profiler_enabled() and is_plain(tensors) and not records(tensors)
 
 
@@ -134,7 +134,8 @@ def is_watched() -> bool:
 
 
 def modes(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of torch and of this package that a call depends on, but for grad mode."""
+    """What a call depends on beside its arguments and grad mode: a profiler, batch invariance, autocast. To
+    ask where KNOWS_EAGER_CALLS."""
     autocast = autocast_dtype(tensors[0], None) if _is_any_autocast_enabled() else None
     return _profiler_enabled(), is_batch_invariant(), autocast
 

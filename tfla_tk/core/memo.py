@@ -57,11 +57,11 @@ def kept_on_device(
     return kept[key]
 
 
-# the memos of plain eager calls (`CallMemo` of core/dispatch.py)
+# the memos of plain eager calls (`CallMemo` of core/dispatch.py); here, so that backends need not import that
 call_memos: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def forget_calls() -> None:
-    """Make anew whatever functions have made of their arguments: something has changed that it depends on."""
+    """Drop all plans: something that they depend on has changed, as which kernels can be had."""
     for kept in list(call_memos):
         kept.clear()

@@ -1,5 +1,4 @@
-// Plain argument structs shared by the kernels' host functions and the bindings.
-// No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
+// Arguments of the host functions, as Python passes them. This header compiles without CUDA.
 #pragma once
 
 #include "common/operand.h"

@@ -1,4 +1,4 @@
-// Arguments of a walk of the backward, as the bindings read them.
+// Arguments of a walk of the backward, as Python passes them.
 #pragma once
 
 #include "scalar_gate/bindings/params.h"

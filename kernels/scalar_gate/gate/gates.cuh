@@ -112,8 +112,7 @@ template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const 
 
 // Deferred decay. A state in registers need not be multiplied by every chunk's decay: readers of the state
 // are scaled by the product of the deferred decays, what is added to it by the inverse, and the whole state
-// is multiplied only when that product falls below 2^-kLargestDebt. fp16 has no range for a state in other
-// units.
+// is multiplied only when that product falls below 2^-kLargestDebt. fp16 has no range for a debt.
 template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
 
 template <class T> struct DeferredDecay {

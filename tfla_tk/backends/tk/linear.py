@@ -20,6 +20,7 @@ from tfla_tk.backends.tk import kda as of_kda
 from tfla_tk.backends.tk.delta_rule import support as of_delta_rule
 from tfla_tk.backends.tk.scalar_gate import support as of_scalar_gate
 from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.recurrent import FEW
 from tfla_tk.core import eager
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.core.support import SUPPORTED, Support
@@ -37,17 +38,17 @@ def _served_by(
     """supports_<kernel>, <kernel> and prepare_<kernel> of a family, from those of its chunk kernels."""
 
     def supports_either(call: LinearCall, variant: str | None = None) -> Support:
-        return recurrent.supports(call, variant) if recurrent.serves(call) else supports(call, variant)
+        return recurrent.supports(call, variant) if call.goes_by_token(FEW) else supports(call, variant)
 
     def serve(call: LinearCall, variant: str | None, *tensors: Any) -> Result:
-        if recurrent.serves(call):
+        if call.goes_by_token(FEW):
             return steps.serve(kernel, call, *tensors)
         return _serve(chunkwise, call, tensors)
 
     def prepare(call: LinearCall, variant: str | None, tensors: Sequence[Any]) -> Any:
         if not eager.is_plain(tuple(tensors)):
             return None
-        if recurrent.serves(call):
+        if call.goes_by_token(FEW):
             return partial(steps.serve, kernel, call, direct=True)
         return _prepare(chunkwise, call, tensors)
 
@@ -138,7 +139,7 @@ supports_kda, kda, prepare_kda = _served_by("kda", of_kda.supports_kda, delta_ru
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     if call.is_empty:
         return SUPPORTED
-    return recurrent.load(call) if recurrent.serves(call) else _LOADS[kernel](call)
+    return recurrent.load(call) if call.goes_by_token(FEW) else _LOADS[kernel](call)
 
 
 _LOADS: dict[str, Callable[[Any], Support]] = {

@@ -25,11 +25,6 @@ from tfla_tk.core.support import SUPPORTED, Support, together
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def serves(call: LinearCall) -> bool:
-    """Whether a call is one of theirs, and not of the chunk kernels."""
-    return call.goes_by_token(FEW)
-
-
 def supports(call: LinearCall, variant: str | None) -> Support:
     """Whether the kernels serve one of their calls; ValueError for a variant."""
     refusals.check_variant(variant)

@@ -134,7 +134,8 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// What each walker adds its results to: those of the turn before. In the right walk they are in the stages.
+// What each walker adds its results to: those of the turn before. In the right walk all but low bytes are in
+// the stages.
 template <class C, StateWalk> struct EarlierResults {
     typename C::Columns dq[C::kWalkers], left[C::kWalkers];
     LowBytes low[C::kWalkers][2];  // of dq and of left

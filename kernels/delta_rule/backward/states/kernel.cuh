@@ -20,10 +20,9 @@
 namespace tfla_tk::delta_rule {
 
 // The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
-// in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
-// GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
-// time, those of the same turn of other results follow them, and each turn is late once per launch, not once
-// per CTA.
+// in the order in which they begin. Tickets go by groups of as many results as the GPU serves at once: first
+// all first turns of a group, then all second ones. So a CTA only waits for one that runs, and the wait is
+// paid once per launch, not once per CTA.
 __device__ inline int block_of_states(const StatesGlobals& g) {
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;

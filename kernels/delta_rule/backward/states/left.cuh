@@ -60,20 +60,21 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
             W::load(of_queries, columns.queries, j);
             return of_queries;
         };
+        auto key = [&](int j) -> const auto& { return keys[j]; };
         const bool sums = task.whole != nullptr;
         ThroughState<false> through;
-        auto scale = [&]<bool kSquares>(auto& result, float constant, auto factor) {
-            if (sums)
-                W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant);
-            else
-                W::scale(result, gates.read, constant);
-        };
-        scale.template operator()<false>(dq, g.scale, query);
+        if (sums)  // NOTES: without squares, which saves a register
+            W::template sum_and_scale<false>(through, dq, query, gates.read, g.scale);
+        else
+            W::scale(dq, gates.read, g.scale);
         add_rows(dq, keys, tiles.reads);  // 4
         wait_but<kTokenSteps>();
         pin(left);
         pin_all(read);
-        scale.template operator()<true>(left, -1.f, [&](int j) -> const auto& { return keys[j]; });
+        if (sums)
+            W::sum_and_scale(through, left, key, gates.read, -1.f);
+        else
+            W::scale(left, gates.read, -1.f);
         add_rows(left, keys, tiles.erasures);
         W::scale(scaled, keys, gates.update, 1.f);  // 5
         add_columns(state, scaled, stage.writes);

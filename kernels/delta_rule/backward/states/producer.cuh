@@ -57,9 +57,9 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
 }
 
 // CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
-// next. So the order of the sums is always the same. Each turn adds what the one before has
-// stored to its own results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device
-// memory. Returns how many that are, at least `chunks`.
+// next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
+// results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device memory. Returns how
+// many that are, at least `chunks`.
 __device__ inline int wait_written(const int* written, int chunks) {
     wait_for_cta(32, [&] { return peek_from_device(written) >= chunks; });
     const int found = acquire_from_device(written);
@@ -130,7 +130,7 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    const bool first = task.turn == 0;  // there are no earlier results
+    const bool first = task.turn == 0;  // no turn is before it
     if (C::kIsLeft && first) return;
     const bool adds_low = !first && g.low != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);

@@ -111,6 +111,7 @@ std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
 
 std::int64_t delta_low_bytes(const DeltaShape& s, int shared) {
     if (delta_rule::slices_of(s) == 1) return 0;
+    // of dq and left; in the right walk dk takes the place of dq
     return 2 * delta_rule::low_of_result(s, shared) * sizeof(delta_rule::LowBytes);
 }
 

@@ -62,7 +62,8 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
     }
 }
 
-// Calls run(policy) with the policy of a call's gates, one of those that the config has.
+// Calls run(policy) with the policy of a call's gates. It follows from the config; of those without
+// stabiliser and normaliser from the call.
 template <class C, class Run> __device__ inline void with_gate_of(const Globals& g, Run run) {
     if constexpr (C::kStabilised)
         run(ExponentialInput{});

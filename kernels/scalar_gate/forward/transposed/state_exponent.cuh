@@ -1,7 +1,7 @@
 // The scale of the forward's state in fp16 at K = 256 where gates are not stabilised: registers hold
-// C / 2^log2. 2^log2 is a power of two at or above the largest weight in C, so that nothing is lost where all
-// weights are small, as with a nearly closed sigmoid gate. With the exponential gate the stabiliser makes the
-// largest weight 1.
+// C / 2^log2. 2^log2 is one to two times the largest weight in C, so that nothing is lost where all weights
+// are small, as with a nearly closed sigmoid gate. With the exponential gate the stabiliser makes the largest
+// weight 1.
 #pragma once
 
 #include "scalar_gate/gate/gates.cuh"
