@@ -303,6 +303,7 @@ class LinearOps:
 
     def _outputs_like(self, args: Sequence[Any], output_final_state: bool) -> tuple[Tensor, Tensor]:
         """Uninitialised outputs; [0] for what was not asked for."""
+        self._check_state(args)
         q, v, cu_seqlens = args[0], args[2], args[self.count - 1]
         count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         shape = (count, v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
@@ -316,8 +317,15 @@ class LinearOps:
 
     def split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The core of an op's arguments, and what follows it."""
+        self._check_state(args)
         count = self.count + len(self.family.options)
         return self.family.core(*args[:count]), args[count:]
+
+    def _check_state(self, args: Sequence[Any]) -> None:
+        """Kernels read an initial state by its dtype, which public functions convert."""
+        state, dtype = args[self.count - 2], state_dtype(args[0])
+        if state is not None and state.dtype != dtype:
+            raise TypeError(f"{self._fwd_name}: initial_state: expected dtype {dtype}, got {state.dtype}")
 
     def _split_backward(
         self, args: tuple[Any, ...], place: int

@@ -342,6 +342,21 @@ def test_doctor_tells(family: Family, kernels: Any) -> None:
 # The registered ops
 
 
+def test_a_state_of_another_dtype(family: Family) -> None:
+    """An op refuses it: kernels would read beyond its end. Public functions convert it."""
+    x = family.draw(dtype=torch.bfloat16)
+    x["initial_state"] = x["initial_state"].bfloat16()
+    given = x | {"scale": 0.25}
+    op = getattr(torch.ops.tfla_tk, f"{family.op}_fwd")
+    arguments = [
+        given.get(argument.name, False if str(argument.type) == "bool" else None)
+        for argument in op.default._schema.arguments
+    ]
+    with pytest.raises(TypeError, match=r"initial_state: expected dtype torch.float32, got torch.bfloat16"):
+        op(*arguments)
+    assert family.function(**x)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("last", [False, True])
