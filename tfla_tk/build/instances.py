@@ -338,8 +338,8 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     # operands: 1, or as pairs 2, with two walkers
     "gla_forward": ("forward_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
                     "gla_walk_kernel<ForwardConfig<{type}, {tile}, {walkers}, {makers}>>"),
-    "gla_backward": ("backward_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
-                     "gla_walk_kernel<MirrorConfig<{type}, {tile}, {walkers}, {makers}>>"),
+    "gla_mirror": ("mirror_k{tile}_w{walkers}{_pairs}", "forward/kernel.cuh",
+                   "gla_walk_kernel<MirrorConfig<{type}, {tile}, {walkers}, {makers}>>"),
     # the walks of the backward over the states; a tile is of V, with 256 there are two walkers always
     "gla_left": ("left_v{tile}_w{walkers}", "backward/states/kernel.cuh",
                  "gla_states_kernel<StatesConfig<{type}, {tile}, {walkers}, StateWalk::left>>"),
@@ -372,9 +372,9 @@ def kernel_of(name: str, half: bool | None = None, **of: int) -> Instance:
     return _instance(launcher, told.format(**words), header, [x.format(**words) for x in kernels], half)
 
 
-def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
-    """The walk of GLA's "forward", or of its "backward", the mirror."""
-    return kernel_of(f"gla_{direction}", half, tile=tile, walkers=walkers, makers=makers, pairs=makers == 2)
+def gla_walk(which: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
+    """GLA's "forward", or its "mirror" in the backward."""
+    return kernel_of(f"gla_{which}", half, tile=tile, walkers=walkers, makers=makers, pairs=makers == 2)
 
 
 def all_instances() -> list[Instance]:
@@ -451,8 +451,8 @@ def _delta_instances(half: bool) -> Iterator[Instance]:
 
 
 def _gla_instances(half: bool) -> Iterator[Instance]:
-    for direction, tile in itertools.product(("forward", "backward"), GLA_TILES):
-        yield from (gla_walk(direction, tile, half, *of) for of in ((1, 1), (2, 1), (2, 2)))
+    for which, tile in itertools.product(("forward", "mirror"), GLA_TILES):
+        yield from (gla_walk(which, tile, half, *of) for of in ((1, 1), (2, 1), (2, 2)))
     for walk, tile in itertools.product(("gla_left", "gla_right"), GLA_STATES_TILES):
         for walkers in (2,) if tile == 256 else (1, 2):
             yield kernel_of(walk, half, tile=tile, walkers=walkers)

@@ -122,12 +122,12 @@ class Shape(Sizes):
         """Columns of V of the walks over the states, of one launch."""
         return instances.tile_of(_slices_of_v(self.dim_v)[0].dim, instances.GLA_STATES_TILES)
 
-    def walk(self, direction: str) -> Instance:
-        """The kernel of the forward, or of its mirror: CTAs take turns where slices of V are even in
+    def walk(self, which: str) -> Instance:
+        """The kernel of the "forward", or of its "mirror": CTAs take turns where slices of V are even in
         number."""
         slices = -(-self.dim_v // _SLICE_V)
         makers = 2 if self.walkers == 2 and slices % 2 == 0 else 1
-        return instances.gla_walk(direction, self.tile_k, self.half, self.walkers, makers)
+        return instances.gla_walk(which, self.tile_k, self.half, self.walkers, makers)
 
     def states_walk(self, walk: str) -> Instance:
         walkers = 2 if self.tile_v == 256 else self.walkers_of_states
@@ -220,7 +220,7 @@ def _kernels_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> device.K
     shape = Shape(*sizes, half, 0, False, batch_invariant=True, walks_cut=Cut(8, 8192))
     found = [shape.walk("forward")]
     if gradients:
-        found += [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
+        found += [shape.walk("mirror"), shape.states_walk("left"), shape.states_walk("right")]
     return instances.GLA, tuple(found)
 
 
@@ -330,7 +330,7 @@ class Backward:
         self._device, self._needs_dg = shape.device, needs_dg
         of_k, of_v = _slices_of_k(shape.dim_k), _slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
-        walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
+        walks = [shape.walk("mirror"), shape.states_walk("left"), shape.states_walk("right")]
         kernel = build.load(instances.GLA, *walks)
         addresses = prepared.Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
