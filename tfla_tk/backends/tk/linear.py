@@ -1,9 +1,10 @@
 """The operators in [B, T, H, D] on the ThunderKittens kernels: which calls they serve, and how.
 
-A few tokens without gradients are served by the decoding kernels of all families (recurrent.py), all other
-calls by the chunk kernels of their family, a module or package beside this one: scalar_gate of simple GLA,
-delta_rule, channel_gate of GLA, kda. It says which calls it serves, and loads what they launch. Plain eager
-calls launch these kernels themselves (`_prepare`), all others by a registered op (`_serve`).
+A few tokens of a recurrent function (fused_recurrent_*) without gradients are served by the decoding kernels
+of all families (recurrent.py), all other calls by the chunk kernels of their family, a module or package
+beside this one: scalar_gate of simple GLA, delta_rule, channel_gate of GLA, kda. It says which calls it
+serves, and loads what they launch. Plain eager calls launch these kernels themselves (`_prepare`), all others
+by a registered op (`_serve`).
 """
 
 from collections.abc import Callable, Sequence
