@@ -61,9 +61,7 @@ def headline(rows: Sequence[Row]) -> list[Pair]:
 
 def _with_fastest_baselines(rows: Sequence[Row]) -> list[Pair]:
     """The pairs that have a baseline, each with the fastest one on record, of any run."""
-    fastest: dict[tuple[Any, ...], Row] = {}
-    for row in sorted(filter(results.is_baseline, rows), key=lambda row: row["ms"]):
-        fastest.setdefault(results.problem_of(row), row)
+    fastest = results.baselines(rows, per=results.problem_of)
     pairs = [pair for pair in results.pairs(rows) if pair.speed_up]
     return [pair._replace(theirs=fastest[results.problem_of(pair.shown)]) for pair in pairs]
 
@@ -88,10 +86,9 @@ def render_summary(rows: Sequence[Row]) -> str:
     ratios = [pair.speed_up or 0.0 for pair in chosen]
     times = f"{min(ratios):.1f} to {max(ratios):.1f} times"
     between = f"At these shapes {times} as fast as the fastest correct baseline on record"
-    dates = [row["date"] for pair in chosen for row in (pair.ours, pair.theirs) if row]
-    row, days = chosen[0].shown, (min(dates).partition("T")[0], max(dates).partition("T")[0])
-    what = f"bf16, {row['shape']['B']} sequences of {row['shape']['T']:,} tokens"
-    origin = f"{row['gpu']}, {' to '.join(dict.fromkeys(days))}"
+    shape = chosen[0].shown["shape"]
+    what = f"bf16, {shape['B']} sequences of {shape['T']:,} tokens"
+    origin = _origin([row for pair in chosen for row in (pair.ours, pair.theirs) if row])
     return f"![Speed-ups by operator and pass]({FIGURE})\n\n{between}; {what}; {origin}."
 
 
@@ -175,14 +172,16 @@ def _title(row: Row) -> str:
 # Tables
 
 
+def _package_of(baseline: Row) -> str:
+    return PACKAGES.get(baseline["backend"].partition(":")[2], "mlstm_kernels")
+
+
 def _contests(op: str, rows: Sequence[Row]) -> str:
     """The times of both passes against every package, a line per problem; points of the sweep over the length
     are left out."""
     rows = [row for row in rows if not results.sweep_only(row)]
-    rivals: dict[tuple[Any, ...], Row] = {}  # the fastest of a package, by contest and package
-    for row in sorted(filter(results.is_baseline, rows), key=lambda row: row["ms"]):
-        package = PACKAGES.get(row["backend"].partition(":")[2], "mlstm_kernels")
-        rivals.setdefault((package, results.contest_of(row)), row)
+    # the fastest of a package, by package and contest
+    rivals = results.baselines(rows, per=lambda row: (_package_of(row), results.contest_of(row)))
     problems: dict[tuple[Any, ...], dict[str, Pair]] = {}  # pairs by pass
     for pair in results.pairs(rows):
         if pair.ours is not None:

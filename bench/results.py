@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,15 +209,6 @@ def rounded(key: str, value: float) -> float:
     return float(f"{value:.{DIGITS[key]}g}")
 
 
-def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The fastest row of a baseline per contest: what a speed-up is measured against. Every row on record
-    passed its correctness check, so the fastest is the best correct one."""
-    best: dict[tuple[Any, ...], Row] = {}
-    for row in sorted(filter(is_baseline, rows), key=lambda row: row["ms"]):
-        best.setdefault(contest_of(row), row)
-    return best
-
-
 def is_baseline(row: Row) -> bool:
     """Whether a row is of other people's kernels."""
     return row["backend"].partition(":")[0] in BASELINES
@@ -226,6 +217,17 @@ def is_baseline(row: Row) -> bool:
 def contest_of(row: Row) -> tuple[Any, ...]:
     """What rows must share to be compared: the run and the problem."""
     return row["run"], *problem_of(row)
+
+
+def baselines(
+    rows: Iterable[Row], per: Callable[[Row], tuple[Any, ...]] = contest_of
+) -> dict[tuple[Any, ...], Row]:
+    """The fastest row of a baseline per contest, or what `per` says: what a speed-up is measured against.
+    Every row on record passed its correctness check, so the fastest is the best correct one."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(filter(is_baseline, rows), key=lambda row: row["ms"]):
+        best.setdefault(per(row), row)
+    return best
 
 
 class Pair(NamedTuple):
