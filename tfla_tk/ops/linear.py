@@ -43,6 +43,7 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import GLACore, LinearCall, SimpleGLACore
 from tfla_tk.core import eager, flops, library, transforms
+from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import (
     CHUNK,
     Kept,
@@ -259,8 +260,8 @@ class LinearOps:
 
     def _packed(self, *args: Any) -> tuple[Tensor, Tensor]:
         *core, form, chunk_size, output_final_state = args
-        found = self.family.reference(self.family.core(*core), form, chunk_size, output_final_state)
         out = self._outputs_like(core, output_final_state)
+        found = self.family.reference(self.family.core(*core), form, chunk_size, output_final_state)
         # own memory: an op may not return a view of its input
         for buffer, value in zip(out, found, strict=True):
             if value is not None:
@@ -325,7 +326,7 @@ class LinearOps:
         """Kernels read an initial state by its dtype, which public functions convert."""
         state, dtype = args[self.count - 2], state_dtype(args[0])
         if state is not None and state.dtype != dtype:
-            raise TypeError(f"{self._fwd_name}: initial_state: expected dtype {dtype}, got {state.dtype}")
+            fail(f"{self._fwd_name}: initial_state", f"dtype {dtype}", state.dtype, TypeError)
 
     def _split_backward(
         self, args: tuple[Any, ...], place: int

@@ -325,12 +325,17 @@ def test_double_backward_and_forward_mode(family: Family, kernels: Any) -> None:
 def op(family: Family, x: Inputs) -> Tensor:
     """o of the registered op, of plain inputs."""
     registered = getattr(torch.ops.tfla_tk, f"{family.op}_fwd")
-    arguments = registered.default._schema.arguments
-    plain = {"scale": 0.25, "output_final_state": False}
-    of_flag = {name: False for name in ("batch_invariant", "qk_l2norm", "beta_sigmoid", "neg_eigval")}
-    given = plain | of_flag | {name: t.detach() if name != "q" else t for name, t in x.items()}
-    found: Tensor = registered(*(given.get(argument.name) for argument in arguments))[0]
+    given = {"scale": 0.25} | {name: t.detach() if name != "q" else t for name, t in x.items()}
+    found: Tensor = registered(*arguments_of(registered, given))[0]
     return found
+
+
+def arguments_of(registered: Any, given: dict[str, Any]) -> list[Any]:
+    """Of a registered op, in the order of its schema; None or False where nothing is given."""
+    return [
+        given.get(argument.name, False if str(argument.type) == "bool" else None)
+        for argument in registered.default._schema.arguments
+    ]
 
 
 def test_doctor_tells(family: Family, kernels: Any) -> None:
@@ -346,14 +351,8 @@ def test_a_state_of_another_dtype(family: Family) -> None:
     """An op refuses it: kernels would read beyond its end. Public functions convert it."""
     x = family.draw(dtype=torch.bfloat16)
     x["initial_state"] = x["initial_state"].bfloat16()
-    given = x | {"scale": 0.25}
-    op = getattr(torch.ops.tfla_tk, f"{family.op}_fwd")
-    arguments = [
-        given.get(argument.name, False if str(argument.type) == "bool" else None)
-        for argument in op.default._schema.arguments
-    ]
     with pytest.raises(TypeError, match=r"initial_state: expected dtype torch.float32, got torch.bfloat16"):
-        op(*arguments)
+        op(family, x)
     assert family.function(**x)[0].isfinite().all()
 
 
@@ -371,10 +370,7 @@ def test_opcheck(family: Family, packed: bool, with_state: bool, last: bool) -> 
 
     def check(name: str) -> Any:
         registered = getattr(torch.ops.tfla_tk, name)
-        arguments = [
-            given.get(argument.name, False if str(argument.type) == "bool" else None)
-            for argument in registered.default._schema.arguments
-        ]
+        arguments = arguments_of(registered, given)
         torch.library.opcheck(registered, arguments)
         return registered(*arguments)
 
